@@ -1,7 +1,7 @@
 """Entries that extras add to the prediction of an image, such as a heat map.
 
-predict.py's option `--KIND DIR` requests the addition called KIND. It writes files into the folder
-DIR and adds the entry KIND to each image's answer.
+predict.py's option `--KIND DIR` requests the addition called KIND. The addition writes files into
+the folder DIR and adds the entry KIND to the prediction of each image.
 """
 
 from argparse import Namespace
@@ -23,8 +23,8 @@ class Addition:
     """A kind of entry in predictions, such as a heat map: its options, computation and text."""
 
     add_options: Callable[[Callable[..., object]], None]  # takes a parser's `add_argument`
-    # (options, images, class names, classifier) -> a function that returns the entry for an image
-    # and its answer, with `error` if there is none; None if the options do not request it
+    # (options, images, class names, classifier) -> None if the options do not request the addition,
+    # else a function (image name, prediction) -> entry; an entry that failed has `error`
     prepare: Callable[
         [Namespace, "Inputs", list[str], "Classifier"], Callable[[str, Answer], Answer] | None
     ]

@@ -1,5 +1,6 @@
-"""The preparation of a user's image for a network, and the inputs of predict.py: images, folders,
-file name patterns, archives, packed files and lists.
+"""The preparation of a user's image for a network, and the inputs of predict.py.
+
+The inputs may be images, folders, file name patterns, archives, packed files and lists.
 """
 
 import glob
@@ -40,14 +41,13 @@ Image: TypeAlias = "str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tens
 
 @dataclass(frozen=True)
 class Transform:
-    """A function that prepares an image for a network: float32 [C, H, W] in [-1, 1], of the shape
-    of `spec`.
+    """Function that converts an image to a network's input: float32 [C, H, W] in [-1, 1].
 
-    Images are resized as the network's training images were. An image is a file name, a PIL image,
-    an array [H, W] or [H, W, C], or a tensor [C, H, W]. Arrays and tensors are of uint8, or of
-    floats in [0, 1]; if `spec` is not plain, of values in its range. Transforms can be pickled for
-    the workers of a DataLoader. Raises UserError for an image that cannot be read, and for floats
-    outside [0, 1].
+    The result has the shape of `spec`. An image is a file name, a PIL image, an array [H, W] or [H,
+    W, C], or a tensor [H, W] or [C, H, W]. Arrays and tensors hold uint8, or floats in [0, 1]. If
+    `spec` is not 8-bit grey or RGB, they hold values in the range of `spec` instead. Images are
+    resized as the network's training images were. Transforms can be pickled for the workers of a
+    DataLoader. Raises UserError for an image that cannot be read, and for floats outside [0, 1].
     """
 
     spec: ImageSpec  # format of the result
@@ -58,14 +58,17 @@ class Transform:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, resize: str | None = None) -> "Transform":
-        """Return the transform for a checkpoint's network. `resize`, crop or pad, replaces the mode
-        of its training.
+        """Return the transform for a checkpoint's network.
+
+        `resize`, "crop" or "pad", replaces the resize mode of the training images.
         """
         return cls(ImageSpec.read(checkpoint["shape"]), resize or trained_mode(checkpoint))
 
     def read(self, image: "Image | Content") -> Tensor:
-        """Resize an image, or the content of an image file, to [C, H, W] in the depth of `spec`.
-        Raises ImageError, whose message lacks the image's name.
+        """Read an image, or the content of an image file, and resize it.
+
+        Returns pixels [C, H, W] in the depth of `spec`. Raises ImageError, whose message does not
+        name the image.
         """
         if isinstance(image, str | os.PathLike):
             image = read_file(Path(image))
@@ -82,8 +85,9 @@ class Transform:
         return torch.from_numpy(fitted.transpose(2, 0, 1).copy())
 
     def pixels(self, image: Image) -> Tensor:
-        """Resize an image to [C, H, W] in the depth of `spec`. Raises UserError if it is
-        unreadable.
+        """Read an image and resize it to pixels [C, H, W] in the depth of `spec`.
+
+        Raises UserError if the image cannot be read.
         """
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else "the image"
         with explained(ImageError, lambda error: f"{name} {error}"):
@@ -124,15 +128,16 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
 
 
 def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None = None) -> Tensor:
-    """Read the image of `--image`, resized for a checkpoint's network, [C, H, W]. Raises UserError
-    if it cannot be read.
+    """Read the image of the option `--image`, resized for a checkpoint's network, [C, H, W].
+
+    `resize` is as in `Transform.of`. Raises UserError if the image cannot be read.
     """
     with explained(ImageError, lambda error: f"--image {path}: {error}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
 
 
 class Input(NamedTuple):
-    """An image that is read when `content` is called."""
+    """A named image, which is read only when `content` is called."""
 
     name: str
     content: Callable[[], Content]  # returns a file's bytes or pixels [H, W, C]; raises ImageError
@@ -143,12 +148,12 @@ def file_input(path: str | Path) -> Input:
 
 
 class Inputs:
-    """The images that predict.py's arguments name, in order. A name is an image file; a folder,
-    which is searched recursively; a pattern like `a/**/*.jpg`; a zip, tar, CSV, Parquet, Arrow or
-    LMDB file; or a .txt file with the name of an image in each line.
+    """The images that predict.py's arguments name, in order.
 
-    A missing file counts as an image that cannot be read. Raises UserError, before any image is
-    read, for a pattern without a match and for a source without images.
+    A name is an image file; a folder, which is searched recursively; a pattern like `a/**/*.jpg`; a
+    zip, tar, CSV, Parquet, Arrow or LMDB file; or a .txt file with the path of an image in each
+    line. A missing file counts as an image that cannot be read. Raises UserError, before any image
+    is read, for a pattern without a match and for a source without images.
     """
 
     def __init__(self, names: Sequence[str], stack: ExitStack) -> None:
@@ -187,7 +192,7 @@ class Inputs:
 
 
 def _part(name: str) -> Source | list[str]:
-    """Return a source, or paths of image files, for a name of `Inputs`."""
+    """Return the images that a name of `Inputs` means: an open source, or a list of paths."""
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
         matches = glob.glob(name, recursive=True)

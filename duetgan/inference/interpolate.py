@@ -1,5 +1,6 @@
-"""Films that pass from sample to sample and back to the first, written with PyAV as MP4 (H.264) or
-GIF.
+"""Films that pass from sample to sample and back to the first, as MP4 (H.264) or GIF files.
+
+PyAV writes the files.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +33,8 @@ from duetgan.utils.runlog.progress import Bar
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
     """Write the film to an .mp4 or .gif file and return its number of frames.
 
-    Memory does not grow with this number. `scale` enlarges the pixels, by default to sides of at
-    least LEAST_SIDE px. Raises UserError if a side would be odd.
+    `scale` is the factor by which frames are enlarged; for the default see `enlargement`. The
+    memory needed does not depend on the number of frames. Raises UserError if a side would be odd.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -43,10 +44,11 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 
 
 class Journey:
-    """The frames of a film, uint8 [H, W, C]. Every iteration computes them again, batch by batch.
+    """Iterable of the frames of a film, uint8 [H, W, C]. Each iteration generates them again.
 
-    Frame k of the segment from a sample to the next lies k / `frames` of the way; the last segment
-    returns to the first sample. All frames have sample 0's noise maps, so that nothing flickers.
+    The film passes from sample to sample and back to the first, with `frames` frames from a sample
+    to the next: frame k is at k / `frames` of the way. All frames have the noise maps of sample 0,
+    so that nothing flickers.
     """
 
     def __init__(
@@ -117,12 +119,12 @@ class Journey:
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    """Interpolate from a to b [n, d] along the great circle at the fractions t [n, 1] of the way.
-    Lengths are interpolated linearly.
+    """Interpolate between vectors a and b [n, d] along the great circle, at fractions t [n, 1].
 
-    Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) /
-    sin u for unit vectors at the angle u. If a and b are parallel, or opposite, so that the great
-    circle is not unique, the interpolation is linear.
+    The lengths of the vectors are interpolated linearly. Shoemake, "Animating rotation with
+    quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) / sin u for unit vectors at the angle
+    u. If a and b are parallel or opposite, the great circle is not unique, and the interpolation is
+    linear.
     """
     lengths = a.norm(dim=1, keepdim=True), b.norm(dim=1, keepdim=True)
     a_unit, b_unit = a / lengths[0], b / lengths[1]
@@ -153,10 +155,10 @@ FORMATS = {  # suffix -> codec, pixel format, options of the codec, options of t
 
 
 def enlargement(size: Sequence[int], scale: int | None = None) -> int:
-    """Return the factor by which to enlarge frames of `size` (height, width): `scale`, or by
-    default the smallest one that gives even sides of at least LEAST_SIDE.
+    """Return the factor by which frames of `size` (height, width) are enlarged.
 
-    Raises UserError if `scale` gives an odd side, which yuv420p does not support.
+    It is `scale`; by default it is the smallest factor that gives even sides of at least LEAST_SIDE
+    px. Raises UserError if `scale` gives an odd side, which yuv420p does not support.
     """
     odd = [side for side in size if side % 2]
     if scale:
@@ -173,8 +175,9 @@ def enlargement(size: Sequence[int], scale: int | None = None) -> int:
 def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray], None]]:
     """Yield a function that appends a frame to a film.
 
-    Frames are uint8 [H, W, C] with C 1 or 3, all of one size; each pixel becomes scale x scale. The
-    file appears when the block ends without an exception. Raises UserError if it cannot be written.
+    Frames are uint8 [H, W, 1 or 3], all of one size. Each pixel becomes `scale` x `scale` pixels.
+    The file appears when the block ends without an exception. Raises UserError if it cannot be
+    written.
     """
     import av  # slow to import; most of generate.py does not need it
 
@@ -205,9 +208,9 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
 
 
 def _with_palette(pixels: np.ndarray) -> Any:
-    """Return a frame as indices into a palette, and the palette [256, 4].
+    """Return a frame as indices [H, W] into a palette, and the palette [256, 4].
 
-    Lossless for frames of at most 256 colours, and so for grey ones.
+    This is lossless for frames of at most 256 colours, such as grey ones.
     """
     image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
     palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue

@@ -23,7 +23,7 @@ REMEDY = "write it with generate.py project --save"
 
 @dataclass(frozen=True, kw_only=True)
 class Latents:
-    """The styles of an image, for all layers, and its noise."""
+    """The inputs of a generator for one image: the styles of all layers, and the noise."""
 
     ws: Tensor  # [num_ws, w_dim]
     noise: Maps  # a map [1, 1, h, w] for each layer, or the mode's name
@@ -33,7 +33,11 @@ class Latents:
 
 
 def noise_maps(generator: StyledGenerator, noise: list[Tensor] | NoiseMode) -> list[Tensor]:
-    """Return a noise map [1, 1, h, w] for each layer: those of `noise`, the stored ones, or zeros."""
+    """Return a noise map [1, 1, h, w] for each layer.
+
+    If `noise` is a list of maps, return it. If it is "const", return the generator's stored maps;
+    for any other mode, return zeros.
+    """
     if not isinstance(noise, str):
         return noise
     maps = generator.stored_noise()
@@ -46,9 +50,13 @@ def write_latents(
     generator: StyledGenerator,
     metadata: Mapping[str, object],
 ) -> None:
-    """Write a safetensors file with `w` [w_dim], `w+` [num_ws, w_dim], and optimised noise as
-    `SPACE.noise.LAYER` [1, 1, h, w]. Its metadata are `metadata`, with the mode `noise` and the
-    name `class` of `Latents.label`, and the network.
+    """Write latents to a safetensors file.
+
+    The tensors are `w` [w_dim] and `w+` [num_ws, w_dim], if `spaces` has them. Noise maps [1, 1, h,
+    w] are stored as `SPACE.noise.LAYER`, unless the noise is the name of a mode. The file's
+    metadata are the entries of `metadata`, and `network`, the fingerprint of the generator.
+    `read_latents` needs the entries `noise`, the noise mode, and `class`, the name of the class of
+    `Latents.label`.
     """
     tensors = {}
     for space, latents in spaces.items():
@@ -62,10 +70,11 @@ def write_latents(
 
 
 def read_latents(source: str, generator: StyledGenerator, names: Sequence[str]) -> Latents:
-    """Read `FILE` or `FILE:SPACE` of `write_latents`; without a space w+, or w if there is no w+.
+    """Read latents from a file that `write_latents` wrote.
 
-    `names` are the names of the generator's labels. Raises UserError if the file is missing or
-    damaged, was not written by `write_latents`, or does not fit this generator.
+    `source` is `FILE` or `FILE:SPACE`, where SPACE is w or w+. Without a space, w+ is read, or w if
+    the file has no w+. `names` are the names of the generator's labels. Raises UserError if the
+    file is missing or damaged, was not written by `write_latents`, or does not fit this generator.
     """
     file, _, space = source.rpartition(":") if source.endswith((":w", ":w+")) else (source, "", "")
     tensors, metadata = read_tensors(Path(file), REMEDY)

@@ -1,5 +1,7 @@
-"""Predictions of a classifier for a user's images, and the outputs of predict.py: lines of text,
-JSON, CSV, images sorted into a folder for each class, and Grad-CAM maps.
+"""Predictions of a classifier for a user's images, and the outputs of predict.py.
+
+The outputs are lines of text, JSON, CSV, images sorted into a folder for each class, and Grad-CAM
+maps.
 """
 
 import contextlib
@@ -38,7 +40,7 @@ LONGEST = 180  # bytes of an output file's stem; longer stems are cut
 
 
 class Maps(NamedTuple):
-    """The Grad-CAM maps that predict.py writes."""
+    """The files and the settings of the Grad-CAM maps that predict.py writes."""
 
     files: Iterator[Path]  # the path of each image's map, in order
     label: int | None  # the class to explain; None: each image's predicted class
@@ -50,7 +52,7 @@ class Decoded(NamedTuple):
 
     item: Input
     answer: Answer  # `file`, and `error` if the image cannot be read
-    pixels: Tensor | None  # uint8 [C, H, W]; None if the image cannot be read
+    pixels: Tensor | None  # [C, H, W] of `Transform.read`; None if the image cannot be read
 
 
 def predict(
@@ -64,12 +66,12 @@ def predict(
     maps: Maps | None = None,
     fast: Classifier | None = None,  # predicts instead of `classifier` (`models.fast.faster`)
 ) -> Iterator[tuple[Input, Answer]]:
-    """Yield each image with its prediction, in order, with at most two batches in memory.
+    """Yield (image, prediction) for each image, in order, with at most two batches in memory.
 
-    A prediction has `file`, `label`, and `probabilities` of the `top` most probable classes,
-    largest first; if the image cannot be read, only `file` and `error`. A multi-label classifier
-    also gives `labels`, those that reach their thresholds, and joins them with ";" in `label`. With
-    `maps`, `gradcam` is the path of the image's map.
+    A prediction is a dict. It has `file`, `label`, and `probabilities` of the `top` most probable
+    classes, largest first; if the image cannot be read, only `file` and `error`. If the classifier
+    is multi-label, `labels` lists the labels that reach their thresholds, and `label` joins them
+    with ";". If `maps` are requested, `gradcam` is the path of the image's map.
     """
     classes: list[str] = checkpoint["classes"]
     transform = Transform.of(checkpoint, resize)
@@ -107,7 +109,7 @@ def read_batches(
 ) -> Generator[list[Decoded], None, None]:
     """Decode the images and yield them in batches, in order.
 
-    One thread per core decodes the next batch while the caller works on the current one.
+    Threads, one for each core, decode the next batch while the caller works on the current one.
     """
 
     def read(item: Input) -> Decoded:
@@ -135,8 +137,9 @@ def save_maps(
     maps: Maps,
     files: Sequence[Path],
 ) -> None:
-    """Write a PNG for each of `images`, uint8 [n, C, H, W], into its file: the image next to its
-    Grad-CAM map.
+    """Write a PNG file for each of `images` [n, C, H, W]: the image next to its Grad-CAM map.
+
+    `files` are the paths of the PNG files, `probabilities` [n, K] those of the images' classes.
     """
     predicted = probabilities.argmax(1)
     labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)
@@ -153,10 +156,10 @@ def save_maps(
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
-    """Return a path STEM-KIND.png in `folder` for each file.
+    """Return an output path STEM-KIND.png in `folder` for each file.
 
-    A number is added to a name that an earlier path or one of `files` has, even in another case.
-    Raises UserError for a folder that is not writable.
+    A number is added if an earlier output path or one of `files` has this path, even in another
+    case. Raises UserError if the folder is not writable.
     """
     check_writable(folder)
     existing = {_identity(Path(file)) for file in files}
@@ -172,7 +175,10 @@ def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> l
 
 
 def unused(path: Path, used: Callable[[Path], bool]) -> Path:
-    """Return `path`, or if it is used the first unused path with -2, -3, ... after the stem."""
+    """Return `path` if it is unused, else the first unused path with -2, -3, ... after the stem.
+
+    `used` returns True for a path that is used.
+    """
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(path for path in itertools.chain([path], numbered) if not used(path))
 
@@ -199,9 +205,12 @@ def json_array(stream: TextIO) -> Iterator[Sink]:
 
 @contextmanager
 def csv_file(path: Path, classes: Sequence[str], top: int | None) -> Iterator[Sink]:
-    """Yield a function that writes a CSV row for each image: `file`, `label`, `probability`, and a
-    column for each class, or, if `top` is K, `label_2`, `probability_2`, ... up to K. For an image
-    that cannot be read, only `file` is filled. Raises UserError if the file cannot be written.
+    """Yield a function that writes the prediction of an image as a row of a CSV file.
+
+    The columns are `file`, `label`, `probability`, and one for the probability of each class. If
+    `top` is K, the columns of the classes are replaced by `label_2`, `probability_2`, ...,
+    `label_K`, `probability_K`. For an image that cannot be read, only `file` is filled. Raises
+    UserError if the CSV file cannot be written.
     """
     columns = list(classes)
     if top:
@@ -235,8 +244,10 @@ def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object
 
 
 def sorter(folder: Path) -> Sink:
-    """Return a function that sorts images into `folder`/CLASS: a link to the image's file, or a
-    copy of an image from an archive. Raises UserError if a file cannot be written.
+    """Return a function that puts an image into the folder of its predicted class, `folder`/CLASS.
+
+    For an image file it makes a link to the file; for an image in an archive it writes a copy.
+    Raises UserError if this fails.
     """
     check_writable(folder)
 
@@ -272,7 +283,10 @@ def sorter(folder: Path) -> Sink:
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
-    """Yield a function for each output that the options request; `stack` closes the outputs."""
+    """Yield a function for each output that the options request; `stack` closes the outputs.
+
+    The functions write the prediction of an image, see `Sink`.
+    """
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
     elif not (options.csv or options.sort_into):
@@ -313,10 +327,12 @@ def line(answer: Answer) -> str:
 def requested_files(
     options: Namespace, kind: str, extra: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """Return each image's output path for `--KIND DIR`, and the label of `--KIND-class` or None.
+    """Return the output path of each image for the option `--KIND DIR`, and a label.
 
-    Returns None without `--KIND`. `extra` names another option that needs `--KIND`. Raises
-    UserError for an unknown class, options without DIR, and a folder that is not writable.
+    The label is that of the class which the option `--KIND-class` names, or None without this
+    option. Without `--KIND` return None instead of both. `extra` names another option that needs
+    `--KIND`. Raises UserError for an unknown class, for options without DIR, and for a folder that
+    is not writable.
     """
     folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
     if folder is None:
@@ -332,7 +348,10 @@ def requested_files(
 def gradcam(
     options: Namespace, inputs: Inputs, classes: list[str], classifier: Classifier
 ) -> Maps | None:
-    """Return the maps that `--gradcam` requests, or None. Raises UserError for invalid options."""
+    """Return the maps that the option `--gradcam` requests, or None without this option.
+
+    Raises UserError for invalid options.
+    """
     requested = requested_files(options, "gradcam", "gradcam_layer", inputs, classes)
     if not requested:
         return None

@@ -1,8 +1,8 @@
 """Projection: find the w, or the w of every layer (w+), whose image is nearest to a target image.
 
 The method is that of StyleGAN2 (1912.04958), section 5 and appendix D; w+ follows Image2StyleGAN
-(1904.03189). The perceptual distance compares the features of an ImageNet ResNet-50 before pooling,
-as LPIPS does.
+(1904.03189). The perceptual distance is computed as in LPIPS, but from the features of an ImageNet
+ResNet-50.
 """
 
 import math
@@ -36,12 +36,12 @@ SMALLEST, LARGEST = 64, 256  # px; images with a shorter side outside this range
 
 
 class ResNetFeatures:
-    """The outputs of a ResNet-50's stem and four stages, with the channels at each position scaled
-    to unit length.
+    """Function that computes feature maps of images: the outputs of a ResNet-50's stem and stages.
 
-    Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric"
-    (1801.03924), section 3. Images below 64 px are scaled to 64, those above 256 px to 256; grey is
-    repeated to three channels.
+    The channels at each position of a map are scaled to unit length (Zhang et al., "The
+    Unreasonable Effectiveness of Deep Features as a Perceptual Metric", 1801.03924, section 3).
+    Images with a shorter side below 64 px are scaled to 64 px, those above 256 px to 256 px. Grey
+    is repeated to three channels.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -55,28 +55,28 @@ class ResNetFeatures:
         )
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """Return the feature maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, W] in
-        [-1, 1]; differentiable.
+        """Return the feature maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, W].
+
+        The images are in [-1, 1]. The computation is differentiable.
         """
         x = resize(images.to(self._dtype), min(max(min(images.shape[2:]), SMALLEST), LARGEST))
         return [unit_length(maps) for maps in self._stages(normalize((x + 1) / 2)).values()]
 
 
 def unit_length(maps: Tensor, eps: float = 1e-10) -> Tensor:
-    """Scale the channels at each position of [n, c, h, w] to length 1; positions of zeros stay
-    zero.
+    """Scale the vector of channels at each position of [n, c, h, w] to length 1.
 
-    `eps` avoids the infinite derivative of the root at positions where ReLUs set all channels to 0.
+    Vectors of zeros stay zero. `eps` avoids the infinite derivative of the root at these positions.
     """
     return maps * torch.rsqrt(maps.square().sum(dim=1, keepdim=True) + eps)
 
 
 def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """Return the LPIPS distance without learned weights, [n]: the squared difference of the
-    features, summed over channels and layers and averaged over positions.
+    """Return the LPIPS distance [n] of two lists of feature maps, without learned weights.
 
-    1801.03924, equation 1 with w_l = 1. For L layers it lies between 0 and 4 L (2 L if no feature
-    is negative).
+    It is the squared difference, summed over channels and layers and averaged over positions
+    (1801.03924, equation 1 with w_l = 1). For L layers with channels of unit length it is between 0
+    and 4 L (2 L if no feature is negative).
     """
     layers = [(x - y).square().sum(dim=1).mean(dim=(1, 2)) for x, y in zip(a, b, strict=True)]
     return torch.stack(layers).sum(dim=0)
@@ -102,8 +102,10 @@ def resize(images: Tensor, side: int) -> Tensor:
 
 
 class Distance:
-    """The distance of images from a target: the feature distance (if there are features) plus
-    pixel_weight * mean squared difference of the pixels.
+    """Function that computes the distance of images from a target image.
+
+    The distance is `pixel_weight` times the mean squared difference of the pixels, plus the feature
+    distance if there are `features`.
     """
 
     def __init__(
@@ -135,11 +137,11 @@ class Distance:
 def build_features(
     name: str | None, weights: str | Path | None, device: torch.device
 ) -> ResNetFeatures | None:
-    """Return the features called `name`, or None if only pixels are compared (`pixels`).
+    """Return the feature extractor that `name` selects, or None to compare only pixels.
 
-    If `name` is None, ResNet-50 is used if its weights are found; otherwise a message on stderr
-    says that only pixels are compared. Raises UserError if requested weights are missing, and for
-    weights with `pixels`.
+    `name` is "resnet50", "pixels" or None. None selects ResNet-50 if its weights are found; if they
+    are not, a message on stderr says that only pixels are compared. Raises UserError if requested
+    weights are missing, and if `weights` are given for "pixels".
     """
     if name is None and not weights and find_weights(None) is None:
         text = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
@@ -163,7 +165,10 @@ SMALLEST_NOISE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Projection(Latents):
-    """The result of a search. All rows of `ws` are equal in space "w"."""
+    """The latents that a search found, their image, and its distances from the target.
+
+    All rows of `ws` are equal in space "w".
+    """
 
     image: Tensor  # uint8 [C, H, W] on the CPU
     loss: float  # the `Distance` of that image
@@ -178,7 +183,10 @@ class Projection(Latents):
 
 
 class Projector:
-    """The searches for one target image. The generator's parameters must not require gradients."""
+    """The searches for one target image, and their results.
+
+    The generator's parameters must not require gradients.
+    """
 
     def __init__(
         self, generator: StyledGenerator, distance: Distance, config: ProjectionConfig, *, seed: int
@@ -195,10 +203,10 @@ class Projector:
         self.spaces: dict[str, Projection] = {}
 
     def start(self, labels: Sequence[int]) -> Projection:
-        """Return the start of the search, and set `first`, `spread` and `label`.
+        """Choose and return the start of the search, and set `first`, `spread` and `label`.
 
-        The start is the mean w of the class in `labels` whose mean gives the image nearest to the
-        target; without labels, `w_avg`.
+        The candidates are the mean w of each class in `labels`. The start is the one whose image is
+        nearest to the target. Without labels the start is `w_avg`.
         """
         noise: Maps
         if self.config.noise_mode == "optimise":
@@ -232,11 +240,11 @@ class Projector:
         tick: Callable[[], object] = lambda: None,
     ) -> Projection:
         """Optimise w in `space` from `start`; return the result, or `start` if its image is nearer.
-        `tick` is called after each step.
 
-        StyleGAN2's appendix D: Adam with decaying noise on w, and a learning rate with warm-up and
-        cool-down. With `refine`, `start` is the result of an earlier search, and no noise is added
-        to w. Deterministic for a seed.
+        The method is that of StyleGAN2's appendix D: Adam, with a learning rate that warms up and
+        cools down, and with noise on w that decays. If `refine` is True, `start` is the result of
+        an earlier search, and no noise is added to w. The search is deterministic for a seed.
+        `tick` is called after each step.
         """
         rows = 1 if space == "w" else self.generator.num_ws
         w = start.ws[:rows].clone().requires_grad_()
@@ -269,8 +277,9 @@ class Projector:
         return w.expand(self.generator.num_ws, -1)[None]
 
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
-        """Return the image of styles [1, num_ws, w_dim] with its distances from the target, which
-        are computed after rounding to uint8.
+        """Generate the image of styles [1, num_ws, w_dim], and return it with its distances.
+
+        The image is rounded to uint8 before its distances from the target are computed.
         """
         with torch.no_grad(), full_float32(self.device):
             image = self.generator.spec.from_float(self.generator.synthesis(ws, noise))
@@ -289,8 +298,9 @@ class Projector:
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate at a step, 0 to 1: linear warm-up, constant, cosine
-    decay to 0.
+    """Return the factor of the learning rate at a step, 0 to 1.
+
+    It rises linearly, stays at 1, and falls to 0 along a cosine.
     """
     rise = min(1.0, (step + 1) / (steps * WARM_UP))
     fall = min(1.0, (1 - step / steps) / COOL_DOWN)
@@ -298,11 +308,12 @@ def rate(step: int, steps: int) -> float:
 
 
 def correlation(maps: Sequence[Tensor]) -> Tensor:
-    """Return the correlation of neighbouring pixels in noise maps [1, 1, h, w]: the squared mean
-    products with the pixel to the left and above.
+    """Return a penalty on the correlation of neighbouring pixels in noise maps [1, 1, h, w].
 
-    StyleGAN2, appendix D: summed over the maps and over downscaled copies of them, down to 8 px. A
-    copy is twice the mean of 2 x 2 pixels, so that white noise keeps its variance.
+    The mean product of each pixel with its left neighbour is squared, likewise that with the
+    neighbour above. The penalty is the sum of these squares over the maps and their downscaled
+    copies, down to 8 px (StyleGAN2, appendix D). A downscaled copy is twice the mean of 2 x 2
+    pixels, so that white noise keeps its variance.
     """
     total = maps[0].new_zeros([])
     for level in maps:
@@ -335,8 +346,8 @@ def find(
 ) -> Projector:
     """Search for the target in the spaces of `config`, starting from one of the sampler's classes.
 
-    Returns the projector, which holds the results. Raises UserError for a generator without w, and
-    for missing weights.
+    Returns the projector, which holds the results. Raises UserError for a generator without w, for
+    one whose images are not 8-bit grey or RGB, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
@@ -362,10 +373,10 @@ def project(
     *,
     save_to: Path | None = None,  # .safetensors file to which w and noise are saved
 ) -> list[str]:
-    """Find the latents of an image, write a PNG of the image and the results, and return a text.
+    """Find the latents of an image, and write a PNG with the image and the results.
 
-    The text has a line with the distance of the start of the search, and one for the result in each
-    space, w or w+. `names` are the names of the classes.
+    Returns lines of text about the distances from the image: one line for the start of the search,
+    and one for the result in each space, w or w+. `names` are the names of the classes.
     """
     steps = config.steps * len(SPACES[config.space])
     with Bar(total=steps, desc="projecting", unit="step", delay=1) as bar:

@@ -1,7 +1,7 @@
 """Sampling of a generator, and pictures of samples: a grid, truncation and style mixing.
 
-A sample's number gives its class and the key of its random numbers, which give its latents, or the
-latents of a file.
+The number of a sample determines its class and its latents. The latents are drawn with a random key
+or come from a file.
 """
 
 import operator
@@ -35,12 +35,12 @@ from duetgan.utils.runlog.progress import Bar
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A generator and the settings to sample it. Samples are numbered from 0, and their classes
-    cycle through `chosen`.
+    """A generator and the settings for drawing samples from it.
 
-    With K chosen classes, number i is the (i // K)-th sample of class `chosen[i % K]`; it depends
-    only on the seed, its class and i // K. With `sources`, it depends only on its class and its own
-    seed, or is given by its latents. If images may have several labels, a class is a set of them
+    Samples are numbered from 0. With K chosen classes, number i is the (i // K)-th sample of class
+    `chosen[i % K]`. Without `sources`, a sample depends only on `seed`, its class and i // K. With
+    `sources`, it depends only on its class and the seed `sources[i]`, or `sources[i]` are its
+    latents. If images may have several labels, a class here is a set of labels
     (`ImageGenerator.label_sets`). Raises UserError for a truncation that the generator does not
     support.
     """
@@ -100,8 +100,9 @@ class Sampler:
         return self.generator.conditions(torch.tensor(self.classes(numbers)))
 
     def seeds(self, numbers: Sequence[int]) -> list[int]:
-        """Return the first part of each sample's random key, (seed, "eval", index); 0 for samples
-        with latents.
+        """Return the seed in each sample's random key (seed, "eval", index).
+
+        For a sample with saved latents the seed is 0.
         """
         if not self.sources:
             return [self.seed] * len(numbers)
@@ -109,17 +110,20 @@ class Sampler:
         return [0 if isinstance(source, Latents) else source for source in sources]
 
     def saved(self, numbers: Sequence[int]) -> dict[int, Latents]:
-        """Return the latents of samples that have them, by position in `numbers`."""
+        """Return a dict from position in `numbers` to latents, for samples whose source is latents.
+
+        Samples with a seed have no entry.
+        """
         sources = enumerate(self.sources[number] for number in numbers if self.sources)
         return {row: source for row, source in sources if isinstance(source, Latents)}
 
     def refuse_latents(self, remedy: str) -> None:
-        """Raise UserError, which ends with `remedy`, if a source is saved latents."""
+        """Raise UserError if a source is saved latents. The message ends with `remedy`."""
         for latents in self.saved(range(len(self.sources))).values():
             raise UserError(f"{latents.name}: is a saved w, which has no seed and no z; {remedy}")
 
     def indices(self, numbers: Sequence[int]) -> list[int]:
-        """Return the last part of each sample's random key."""
+        """Return the index in each sample's random key (seed, "eval", index)."""
         if self.sources:
             return self.classes(numbers) or [0] * len(numbers)
         if not self.chosen:
@@ -128,8 +132,9 @@ class Sampler:
         return [number // count * num_labels + self.chosen[number % count] for number in numbers]
 
     def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return the seeds with which NVIDIA's programs draw these samples; None unless
-        `numpy_latents` is True.
+        """Return the seeds with which NVIDIA's programs draw these samples.
+
+        Returns None if `numpy_latents` is False.
         """
         if not self.numpy_latents:
             return None
@@ -138,7 +143,7 @@ class Sampler:
         return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
 
     def images(self, numbers: Sequence[int]) -> Tensor:
-        """Draw the samples with these numbers, [n, C, H, W] on the CPU, with values as in files."""
+        """Generate the samples with these numbers: pixel values [n, C, H, W] on the CPU."""
         if self.saved(numbers):
             return torch.stack(synthesize(self, truncated_styles(self, numbers)))
         with full_float32(self.device):
@@ -154,8 +159,9 @@ class Sampler:
             )
 
     def latents(self, numbers: Sequence[int]) -> "Start":
-        """Draw the z and the noise of the samples with these numbers, with their labels; from seed
-        0 for a sample with saved latents.
+        """Draw z and noise of the samples with these numbers, and return them with the labels.
+
+        For a sample with saved latents, they are drawn from seed 0 as a placeholder.
         """
         z, maps = draw(
             self.generator,
@@ -172,8 +178,9 @@ class Sampler:
         return Start(upload(z, self.device), labels, noise)
 
     def styles(self, z: Tensor, labels: Tensor | None, psi: float | None = None) -> Tensor:
-        """Map z to truncated styles [n, num_ws, w_dim]; the generator must have a w. `psi` defaults
-        to `truncation_psi`.
+        """Map z to truncated styles [n, num_ws, w_dim]; the generator must have a w.
+
+        `psi` is the truncation; None means `truncation_psi`.
         """
         generator = cast(StyledGenerator, self.generator)
         psi = self.truncation_psi if psi is None else psi
@@ -197,10 +204,11 @@ def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
 
 
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
-    """Return the labels that the option --classes selects: comma-separated class names, or "all",
-    of which the first `most` are taken.
+    """Return the labels of the classes that the option --classes selects.
 
-    Raises UserError for an unknown or a repeated class, and for any name if `classes` is empty.
+    `names` is "all" or class names with commas in between. Of all classes, only the first `most`
+    are selected. Raises UserError for an unknown or a repeated class, and for any name if `classes`
+    is empty.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
@@ -225,9 +233,11 @@ def draw_grid(
 ) -> int:
     """Write samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
-    These are the sampler's sources, or `count` samples with seeds from its own on; two classes
-    differ by at most one. Captions, file names and text chunks of single images hold the seed, or
-    the file of latents, and the class's name from `names`. Returns the number of samples.
+    The samples are those of the sampler's sources. If there are none, they are `count` samples of
+    alternating classes, and within each class the seeds ascend from the sampler's seed. The
+    captions of a grid, and the names and text chunks of single images, contain the seed (or the
+    file of latents) and the class name. `names` are the names of all classes. Returns the number of
+    samples.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
     sampler = seeded(sampler, count or GRID[0] * num_classes or GRID[1])
@@ -284,8 +294,8 @@ def draw_truncation(
     """Write a PNG with a row for each truncation psi; all rows have the same latents and noise.
 
     StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the mean of
-    `sampler.truncation_mean`. Returns the number of columns: the sampler's sources, or `count`.
-    Raises UserError for a generator without w.
+    `sampler.truncation_mean`. The columns are the sampler's sources, or `count` seeds if there are
+    none. Returns the number of columns. Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     sampler = seeded(sampler, count or default_count(sampler))
@@ -312,13 +322,12 @@ def draw_mix(
     rows: Sequence[int | Latents] = (),
     columns: Sequence[int | Latents] = (),
 ) -> str:
-    """Write a PNG with samples A in the first column and samples B in the first row; each other
-    cell is its row's A with the styles of its column's B at `layers`.
+    """Write a PNG table of mixed styles (StyleGAN, section 3.1) and return its size, e.g. "8 x 8".
 
-    Style mixing of StyleGAN, section 3.1. The noise of a layer is that of its style's sample, so
-    that with all layers a cell equals B, and with none A. The sources of A are `rows`, by default
-    `count` seeds; those of B are `columns`, by default the seeds between. Returns the size, such as
-    "8 x 8". Raises UserError for a generator without w.
+    The first column has samples A, the first row has samples B. Each other cell has the styles and
+    noise of its column's B at `layers`, and those of its row's A at the other layers. The sources
+    of A are `rows`, by default `count` seeds with steps of 2; the sources of B are `columns`, by
+    default the seeds in between. Raises UserError for a generator without w.
     """
     with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
@@ -349,8 +358,9 @@ def draw_style_tables(
     device: torch.device,
     mean: TruncationMean = "class",
 ) -> list[str]:
-    """Write truncation.png and mixing.png into the folder `out` and return their names; return an
-    empty list for a generator without w.
+    """Write truncation.png and mixing.png into the folder `out` and return their names.
+
+    For a generator without w, write nothing and return an empty list.
     """
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
@@ -378,12 +388,12 @@ class Start:
         return len(self.code)
 
     def take(self, rows: Sequence[int] | slice | Tensor) -> "Start":
-        """Select images by a slice, indices or a mask."""
+        """Return the inputs for the images that a slice, indices or a mask select."""
         noise = self.noise if isinstance(self.noise, str) else [level[rows] for level in self.noise]
         return Start(self.code[rows], None if self.labels is None else self.labels[rows], noise)
 
     def batches(self, size: int) -> Iterator["Start"]:
-        """Split into parts of at most `size` images."""
+        """Return an iterator over parts of at most `size` images."""
         return (self.take(slice(first, first + size)) for first in range(0, len(self), size))
 
     @staticmethod
@@ -399,8 +409,9 @@ class Start:
 
 
 def truncated_styles(sampler: Sampler, numbers: Sequence[int], psi: float | None = None) -> Start:
-    """Return the truncated styles and the noise maps of the samples with these numbers. `psi`
-    defaults to the sampler's.
+    """Return the truncated styles and the noise maps of the samples with these numbers.
+
+    `psi` is the truncation; None means that of the sampler.
     """
     start = sampler.latents(numbers)
     generator = cast(StyledGenerator, sampler.generator)
@@ -428,7 +439,10 @@ def _truncated(sampler: Sampler, latents: Latents, psi: float | None) -> Tensor:
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
-    """Mix sample `row` of A with each sample of B, whose styles and noise are used at `layers`."""
+    """Mix sample `row` of `a` with each sample of `b`.
+
+    The styles and the noise at `layers` come from `b`, all others from `a`.
+    """
     mixture = a.take([row] * len(b))
     mixture.code[:, layers] = b.code[:, layers]
     if isinstance(mixture.noise, str) or isinstance(b.noise, str):
@@ -438,7 +452,10 @@ def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
 
 
 def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
-    """Generate the images of styles in batches: [C, H, W] on the CPU, with values as in files."""
+    """Generate the images of the styles in `start`, in batches.
+
+    Returns pixel values [C, H, W] on the CPU.
+    """
     images: list[Tensor] = []
     for part in start.batches(sampler.batch_size):
         with torch.no_grad(), full_float32(sampler.device):
@@ -448,14 +465,15 @@ def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
 
 
 def default_count(sampler: Sampler, most: int = 16) -> int:
-    """Return the default number of samples: 8, or one of each class if that is more, but no more
-    than `most`.
+    """Return the default number of samples: 8 or the number of classes, whichever is larger.
+
+    It is at most `most`.
     """
     return min(max(8, len(sampler.chosen)), most)
 
 
 def seeded(sampler: Sampler, count: int, *, step: int = 1) -> Sampler:
-    """Return a sampler whose sources are `count` seeds; a sampler with sources is returned unchanged.
+    """Return a sampler whose sources are `count` seeds; return a sampler with sources unchanged.
 
     Within each class, the first seed is the sampler's `seed`, and each further one is larger by
     `step`.
@@ -474,12 +492,11 @@ def load_sources(
     *,
     times: int = 1,
 ) -> list[int | Latents]:
-    """Return seeds as integers, and files of `write_latents` as the latents in them.
+    """Convert the sources of samples to seeds and latents; file names are read as latents.
 
-    With several classes, `times` is their number: each seed is repeated that often, and the latents,
-    which have a class already, come last.
-
-    Raises UserError for latents that do not fit the generator.
+    Each seed is repeated `times` times, once for each chosen class. If `times` is above 1, latents
+    are moved to the end, because they have a class already. Raises UserError for latents that do
+    not fit the generator.
     """
     result: list[int | Latents] = []
     for source in sources:
@@ -491,7 +508,7 @@ def load_sources(
             shape, expected = list(source.ws.shape), [styled.num_ws, styled.w_avg.numel()]
             refuse((shape != expected, f"{source.name}: w is {shape}, not {expected} as here"))
             result.append(source)
-        else:  # NumPy's integers are no keys of seeds.
+        else:  # Seeds become Python's integers, because NumPy's cannot be parts of random keys.
             message = f"seeds: {source!r} is not a whole number, a file name or a projection"
             with explained(TypeError, f"{message}; give one of these"):
                 result += [operator.index(source)] * max(times, 1)
@@ -501,8 +518,9 @@ def load_sources(
 
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the caption of each sample: its class, if there are classes, and its seed; for saved
-    latents the name of their file.
+    """Return the caption of each sample: its class name, if there are classes, and its seed.
+
+    For saved latents, the caption is the name of their file.
     """
     heads = [f"seed {seed}" for seed in sampler.seeds(numbers)]
     for row, label in enumerate(sampler.classes(numbers)):
@@ -513,8 +531,9 @@ def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> 
 
 
 def parse_layers(text: str, count: int) -> list[int]:
-    """Parse layers like `0-3,6` into an ascending list. Raises UserError for an invalid text and
-    for layers outside 0 to `count` - 1.
+    """Parse layers like `0-3,6` into an ascending list.
+
+    Raises UserError for an invalid text and for layers outside 0 to `count` - 1.
     """
     try:
         return sorted(set(parse_numbers(text, count - 1)))

@@ -50,7 +50,8 @@ LATENTS = (".safetensors", ".safetensors:w", ".safetensors:w+")  # ends of file 
 def numbers(text: str, high: int) -> list[int]:
     """Parse numbers and ascending ranges from 0 to `high`, such as `2,3,10-80`.
 
-    Raises ValueError with the part that is neither, or a range of more than MAX_SEEDS numbers.
+    Raises ValueError if a part is neither, or is a range of more than MAX_SEEDS numbers. The
+    message is this part.
     """
     result: list[int] = []
     for part in text.split(","):
@@ -74,8 +75,9 @@ def ranges(seeds: Iterable[int]) -> str:
 
 
 def sources(text: str) -> list[int | str]:
-    """Parse seeds and files of latents, such as `2,3,10-80,found.safetensors`, as the type of an
-    option.
+    """Parse the value of an option: seeds and files of latents, e.g. `2,3,10-80,found.safetensors`.
+
+    Raises argparse.ArgumentTypeError for other texts.
     """
     result: list[int | str] = []
     for part in map(str.strip, text.split(",")):
@@ -101,9 +103,10 @@ def check_film(path: Path, *, fps: int) -> None:
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:
-    """Return the label of the class that an option names. Raises UserError for an unknown class.
+    """Return the label of the class that an option names.
 
-    The name of a set of classes may have them in any order: "b;a" names the set "a; b".
+    If a class is a set of labels, they may have any order: "b;a" names the set "a; b". Raises
+    UserError for an unknown class.
     """
     if name not in classes and ";" in name:
         parts = _parts(name)

@@ -1,6 +1,7 @@
-"""BatchNorm for batches that are computed twice, and synchronised over processes.
+"""BatchNorm for activation checkpointing, and BatchNorm synchronised over processes.
 
-torch's SyncBatchNorm does not train on CPUs, and on GPUs the host waits three times in each layer.
+torch's SyncBatchNorm does not train on CPUs. On GPUs it makes the host wait three times in each
+layer.
 """
 
 import contextlib
@@ -24,9 +25,10 @@ Network = TypeVar("Network", bound=nn.Module)
 
 @contextlib.contextmanager
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of the modules' BatchNorms unchanged inside the block.
+    """Keep the running statistics of the BatchNorms in `modules` unchanged inside the block.
 
-    The BatchNorms still normalise by the batch. A batch that is computed twice must count once.
+    The BatchNorms still normalise by the statistics of the batch. Inside the block, a batch can be
+    computed a second time without being counted twice.
     """
     originals: list[tuple[_BatchNorm, float | None, Tensor]] = []
     for module in modules:
@@ -49,7 +51,10 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 
 
 def recomputed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Return the output of modules, called in turn; the backward pass recomputes activations."""
+    """Call the modules one after another, starting with `x`, and return the last output.
+
+    Activations inside the modules are not stored; the backward pass computes them again.
+    """
     function = partial(in_turn, modules)
     if torch.compiler.is_compiling():
         # A compiled graph updates BatchNorm's statistics once even if it computes them again.
@@ -64,9 +69,9 @@ def recomputed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum of a tensor over the ranks; its gradient is the sum of the ranks' gradients.
+    """Autograd function that sums a tensor over all ranks; its backward pass sums the gradients.
 
-    torch's own differentiable all-reduce is deprecated and warns.
+    torch's own differentiable all-reduce is deprecated and prints a warning.
     """
 
     @staticmethod
@@ -83,8 +88,8 @@ class _AllReduceSum(torch.autograd.Function):
 class CPUSyncBatchNorm2d(nn.BatchNorm2d):
     """`BatchNorm2d` whose training statistics are computed over the samples of all ranks.
 
-    The state-dict keys are those of BatchNorm2d, and so are the outputs in evaluation or with one
-    process. Ranks may have different numbers of samples.
+    In evaluation mode, and with one process, the outputs are those of BatchNorm2d. The state dict
+    has the same keys as that of BatchNorm2d. Ranks may have different numbers of samples.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         return self.synchronised(input)
 
     def synchronised(self, x: Tensor) -> Tensor:
-        """Return `x`, normalised by the statistics of all ranks."""
+        """Normalise `x` [N, C, H, W] by all ranks' statistics; update the running statistics."""
         # Sums of squares must not be computed in half precision.
         dtype = x.dtype
         x = x if dtype == torch.float64 else x.float()
@@ -125,15 +130,19 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def _dense(x: Tensor, model: Tensor) -> Tensor:
-    """Return `x` in the memory format of `model`, as the kernels need it."""
+    """Return `x` in the memory format of the tensor `model`: channels_last or contiguous.
+
+    torch's BatchNorm kernels for CUDA need this.
+    """
     is_last = model.is_contiguous(memory_format=torch.channels_last)
     return x.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
 
 
 class _Synchronised(torch.autograd.Function):
-    """torch's SyncBatchNorm for ranks that all have samples.
+    """Autograd function of torch's SyncBatchNorm, but only for ranks that all have samples.
 
-    torch removes the statistics of ranks without samples by a mask, which the host must read.
+    torch also supports ranks without samples. It removes their statistics by a mask, and the host
+    must wait for the mask.
     """
 
     @staticmethod
@@ -180,10 +189,11 @@ class _Synchronised(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(CPUSyncBatchNorm2d):
-    """`CPUSyncBatchNorm2d` by the kernels that torch has for CUDA devices.
+    """`CPUSyncBatchNorm2d` for CUDA: the same results, computed by torch's BatchNorm kernels.
 
-    A step takes 12 operators and passes over the image eight times; by CPUSyncBatchNorm2d's formula
-    it would take 77 operators and move ten times as many bytes.
+    Every rank must have samples. A training step runs 12 operators, which pass over the image eight
+    times. The formula of CPUSyncBatchNorm2d would run 77 operators and move ten times as many
+    bytes; it is used only if `momentum` is None.
     """
 
     def synchronised(self, x: Tensor) -> Tensor:
@@ -195,7 +205,10 @@ class SyncBatchNorm2d(CPUSyncBatchNorm2d):
 
 
 def synchronise_batchnorm(model: Network, device: torch.device) -> Network:
-    """Replace the BatchNorms of `model` by synchronised ones and return the model."""
+    """Turn every nn.BatchNorm2d of `model` into a synchronised one, in place, and return `model`.
+
+    `device` is the device of the model.
+    """
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
             # same state, different forward pass

@@ -1,6 +1,6 @@
-"""Copying of per-class weights between networks by class name.
+"""Copying of the weights of single classes from one network to another, by class name.
 
-Indices will not do: those of the same class differ between differently packed files.
+Copying by index would be wrong, because the index of a class may differ between packed files.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ LISTED = 6  # maximum number of class names in a message
 
 
 class ClassPart(NamedTuple):
-    """The dimension of a weight tensor that has one entry per class."""
+    """The dimension along which a weight tensor has one slice per class."""
 
     dimension: int
     exponent: float = 0.0  # the network divides the tensor by (number of classes)^exponent
 
 
 def class_parts(network: nn.Module) -> dict[str, ClassPart]:
-    """Return state-dict key -> class dimension for the tensors with one slice per class.
+    """Return a dict from state-dict key to `ClassPart` for all tensors with one slice per class.
 
-    Such tensors are those of embeddings, heads and thresholds.
+    These tensors belong to label embeddings, classification heads and thresholds.
     """
     parts = {"thresholds": ClassPart(0)}
     for name, module in network.named_modules():
@@ -54,16 +54,16 @@ def copy_by_name(
     names: Sequence[str],
     source_names: Sequence[str],
 ) -> Tensor:
-    """Return `target` with the slices of `source` for the classes that both networks have.
+    """Return a copy of `target` in which the classes that both networks have come from `source`.
 
-    Returns `source` if the shapes differ in more than the number of classes.
+    Return `source` itself if the shapes of the tensors differ in more than the number of classes.
 
     Args:
-        target: A tensor of the network.
-        source: The same tensor of another network.
-        part: The class dimension of both.
-        names: Names of the network's classes.
-        source_names: Names of the other network's classes.
+        target: A tensor of the network that receives weights.
+        source: The tensor of the same name of the network that gives weights.
+        part: The class dimension of both tensors.
+        names: Class names of the receiving network.
+        source_names: Class names of the giving network.
     """
     expected = list(target.shape)
     expected[part.dimension] = len(source_names)
@@ -79,9 +79,10 @@ def copy_by_name(
 
 
 def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
-    """Return a message about the classes that are copied by name; empty if both lists are equal.
+    """Return a message about the classes that are copied by name.
 
-    The message names the classes that were taken, those that are new, and those that were dropped.
+    The message lists the copied, the new and the dropped classes. It is empty if both lists of
+    names are equal.
     """
     if list(names) == list(source_names):
         return ""

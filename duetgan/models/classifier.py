@@ -1,5 +1,6 @@
-"""The classifier: a backbone with optional stems for small images, any number of channels, and a
-head for the data's classes.
+"""The classifier: a backbone and a head for the classes of the data set.
+
+The first layers of the backbone can be adapted to small images and to any number of channels.
 """
 
 import math
@@ -28,7 +29,7 @@ Stem = Literal["imagenet", "small", "small-stride2"]
 
 
 def _without_parts(split: object) -> object:
-    """Return the value of `split`, auto for a table of parts as in checkpoints of older versions."""
+    """Return the config value `split`; replace a dict, which old checkpoints have, by "auto"."""
     return "auto" if isinstance(split, dict) else split
 
 
@@ -101,12 +102,13 @@ class ModelConfig(Config):
 
 
 class Classifier(ImageNetwork):
-    """Classifier: images [N, channels, H, W] in [-1, 1] -> logits [N, classes].
+    """Classifier that maps images [N, channels, H, W] in [-1, 1] to logits [N, classes].
 
-    `features` returns the pooled features [N, F]. The network itself scales images to `input_size`
-    and normalises them, so that all callers pass the same images. Parameters have torchvision's
-    names after `network.`. `block_of` maps them to the blocks of `Backbone.blocks`, from the images
-    to the logits. `models.weights.load_pretrained` loads the weights that the config names.
+    `forward` itself scales the images to `input_size` and normalises them. `features` returns the
+    features [N, F] that the head takes. The name of a parameter is `network.` and its name in the
+    backbone, e.g. in torchvision's network. `block_of` is a dict from parameter name to block name
+    (`Backbone.blocks`), ordered from the images to the logits. `models.weights.load_pretrained`
+    loads the weights that the config names.
     """
 
     input_scale: Tensor | None
@@ -135,7 +137,7 @@ class Classifier(ImageNetwork):
         self.pixel_format = pixel_format
         self.lineage = Lineage.of()  # data that the weights were trained on before this training
         self.class_names: tuple[str, ...] = ()  # set when a checkpoint is restored
-        self.parts: Sequence[object] = ()  # if it is split over devices, the part on each
+        self.parts: Sequence[object] = ()  # one part for each device, if it is split
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name,
@@ -186,7 +188,7 @@ class Classifier(ImageNetwork):
         return nn.Linear(self.feature_dim, self.classes, bias=bias)
 
     def add_thresholds(self) -> None:
-        """Make the classifier multi-label, with sigmoids as probabilities and thresholds of 0.5."""
+        """Make the classifier multi-label: probabilities are sigmoids, all thresholds 0.5."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def add_temperature(self) -> None:
@@ -200,7 +202,7 @@ class Classifier(ImageNetwork):
     def check_side(self, side: int, remedy: str | None = None) -> None:
         """Raise UserError if the network cannot take images of `side` px.
 
-        `remedy` replaces the message's advice, which is to set model.input_size.
+        The message ends with the advice `remedy`; by default it advises to set model.input_size.
         """
         backbone = self.backbone
         smallest = 1
@@ -234,8 +236,10 @@ class Classifier(ImageNetwork):
         """Return the features [N, F] that the head takes.
 
         Args:
-            x: Images, or if `begin` is above 0 the output of the first `begin` stages.
-            end: If below the number of stages, return the output of the first `end` stages.
+            x: Images; if `begin` is above 0, the output of the first `begin` stages.
+            end: Number of stages. If it is below their total, return the output of the first `end`
+                stages instead of the features.
+            begin: Number of stages that have been computed already.
         """
         maps = [x] if begin else []  # outputs of the stages
 
@@ -264,7 +268,10 @@ class Classifier(ImageNetwork):
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """Return the maxima [N, F] of maps [N, C, H, W] over gcd(side, `parts`) parts per side."""
+    """Divide maps [N, C, H, W] into parts and return the maximum of each part, [N, F].
+
+    Each side is divided into gcd(side, `parts`) parts. F is C times the number of parts.
+    """
     size = [int(side) for side in maps.shape[2:]]
     return F.max_pool2d(maps, [side // math.gcd(side, parts) for side in size]).flatten(1)
 

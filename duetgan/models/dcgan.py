@@ -1,10 +1,10 @@
-"""DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the
-discriminator's weights have a fixed spectral norm.
+"""DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3).
 
-No layer uses statistics of the batch, so that several ranks and micro-batches give the same result
-as one process: where the papers' generators have BatchNorm, this generator scales every pixel's
-channels to unit mean square (1710.10196, section 4.2), and the spectral norms are updated after the
-discriminator's updates instead of in the discriminator's forward passes.
+The discriminator's weights have a fixed spectral norm. No layer uses statistics of the batch.
+Several ranks and micro-batches therefore give the same result as one process. Two details differ
+from the papers. Instead of BatchNorm, the generator scales every pixel's channels to unit mean
+square (1710.10196, section 4.2). The spectral norms are updated after each update of the
+discriminator, not in its forward passes.
 """
 
 import math
@@ -58,10 +58,10 @@ class DcganGeneratorConfig(DcganConfig):
 
 
 class DcganGenerator(PlainGenerator):
-    """A linear layer to the smallest maps, transposed 4x4 convolutions that double the side, tanh.
+    """DCGAN's generator: a linear layer, transposed 4x4 convolutions that double the side, tanh.
 
-    A conditional generator appends the label's embedding, of z's size and variance, to z. The first
-    and the last layer run without autocast.
+    A conditional generator appends an embedding of the label to z; the embedding has the size and
+    the variance of z. The first and the last layer run without autocast.
     """
 
     title = "DCGAN"
@@ -96,12 +96,13 @@ class DcganGenerator(PlainGenerator):
 
 
 class Spectral(nn.Module):
-    """A fully connected layer (if `size` is None) or a convolution whose weight W is divided by its
-    spectral norm (1802.05957, algorithm 1) and multiplied by `gain`.
+    """Layer with spectral normalisation (1802.05957, algorithm 1).
 
-    The norm is u^T W v. `follow` updates the singular vectors u and v by a step of the power
-    method; gradients treat them as constants. Forward passes do not change them, so that all passes
-    and penalties of the generator's and the discriminator's step use the same network.
+    The weight W is divided by its spectral norm u^T W v and multiplied by `gain`. The layer is a
+    convolution with kernels of `size` x `size`, or fully connected if `size` is None. `follow`
+    updates the singular vectors u and v by a step of the power method. Forward passes do not change
+    u and v, so that all passes between two updates use the same network. Gradients treat u and v as
+    constants.
     """
 
     def __init__(
@@ -142,10 +143,11 @@ class Spectral(nn.Module):
 
 
 class DcganDiscriminator(ImageDiscriminator):
-    """Two convolutions for each size but the smallest, 3x3 and 4x4 with stride 2; then a 3x3 one.
+    """DCGAN's discriminator: convolutions down to the smallest maps, then a linear output.
 
-    A linear output follows. A conditional logit is the first feature plus the inner product of the
-    other features with the label's embedding (1802.05637).
+    Each size but the smallest has a 3x3 convolution and a 4x4 convolution with stride 2; the
+    smallest has one 3x3 convolution. A conditional discriminator's logit is the first output plus
+    the inner product of the other outputs and the label's embedding (1802.05637).
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from duetgan.utils.machine import native_precision
 def fold_batchnorm(model: nn.Module) -> nn.Module:
     """Return a copy of `model` in evaluation mode with BatchNorms folded into convolutions.
 
-    The outputs are the same within rounding. A BatchNorm that follows no convolution remains, and
-    so do all BatchNorms of a network that torch.fx cannot trace.
+    The outputs are the same within rounding. A BatchNorm that does not follow a convolution
+    remains. All BatchNorms remain if torch.fx cannot trace the network.
     """
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     if not any(isinstance(module, _BatchNorm) for module in copied.modules()):
@@ -37,14 +37,17 @@ def faster(
 ) -> Classifier:
     """Return a copy of a trained classifier with a faster or more accurate `forward`.
 
-    `classifier` does not change. Both share parameters; with `fold`, `forward` uses folded ones.
+    `classifier` does not change. The copy shares its parameters; only a `forward` with folded
+    BatchNorms uses parameters of a folded network.
 
     Args:
         classifier: A classifier on `device`.
-        precision: fp32, bf16, fp16, or auto: on accelerators `native_precision`, on CPUs fp32, because
-            measuring which is faster takes longer than classifying a few images.
+        precision: fp32, bf16, fp16 or auto. On accelerators, auto is `native_precision`. On CPUs it
+            is fp32, because measuring which precision is faster takes longer than classifying a few
+            images.
         fold: Fold BatchNorms into convolutions.
-        tta: off; flip or shift average the logits over several views, see `over_views`.
+        tta: off, flip or shift. flip averages the logits over mirror images, shift also over moved
+            images, see `over_views`.
     """
     if precision == "auto":
         precision = "fp32" if device.type == "cpu" else native_precision(device)
@@ -61,10 +64,11 @@ def faster(
 
 
 def over_views(logits: Callable[[Tensor], Tensor], shifted: bool, images: Tensor) -> Tensor:
-    """Return the logits [n, K] averaged over images [n, C, H, W] and their mirror images.
+    """Return logits [n, K], averaged over the images [n, C, H, W] and their mirror images.
 
-    If `shifted`, this average has the weight 1/2, and the averages over the images moved by one
-    pixel up left and down right, with reflected edges, have 1/4 each (2404.00498, section 3.5).
+    If `shifted`, three such averages are combined: those of the images (weight 1/2), of the images
+    moved by one pixel up and left (1/4), and moved by one pixel down and right (1/4), with
+    reflected edges (2404.00498, section 3.5). `logits` computes the logits of a batch.
     """
     mean = (logits(images) + logits(images.flip(3))) / 2
     if not shifted:

@@ -44,7 +44,7 @@ class ImageNetwork(nn.Module):
     pixel_format: Mapping[str, Any] | None = None
 
     def set_shape(self, resolution: int | str, channels: int, classes: int) -> None:
-        """Set the attributes that describe the network's images."""
+        """Set the attributes `resolution`, `channels` and `classes`."""
         self.resolution = resolution
         self.channels = channels
         self.classes = classes
@@ -56,19 +56,20 @@ class ImageNetwork(nn.Module):
 
 
 class ImageGenerator(ImageNetwork):
-    """Base class of generators: z and labels -> images [N, channels, H, W] in about [-1, 1].
+    """Base class of generators, which map z and labels to images in about [-1, 1].
 
-    `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=, truncation_mean=)`:
-    `labels` are int64 [N], or class weights [N, classes] for mixtures and images with several
-    labels; None without classes. `noise` is a list of maps [N, 1, H, W], one per entry of
-    `noise_shapes()`, "const" for stored maps, or "none". Only generators with styles can truncate.
-    `forward` passes the output of the last layer through `finished`.
+    `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=, truncation_mean=)`
+    returns images [N, channels, H, W]. `labels` are int64 [N], or class weights [N, classes] for
+    mixtures of classes and for images with several labels. They are None for an unconditional
+    generator. `noise` is "const" for the stored noise maps, "none", or a list with a map [N, 1, H,
+    W] for each entry of `noise_shapes()`. Only generators with styles can truncate. `forward`
+    passes the output of the last layer through `finished`.
     """
 
     has_styles: ClassVar[bool] = False  # True for StyledGenerator, which maps z to a style w first
 
     z_dim: int
-    # Sets of class indices that images have, the most frequent first. None: one class per image.
+    # The sets of class indices of images, the most frequent first. None: one class per image.
     label_sets: Sequence[Sequence[int]] | None = None
 
     @property
@@ -97,18 +98,18 @@ class ImageGenerator(ImageNetwork):
         return hot
 
     def stored_noise(self) -> list[Tensor]:
-        """Return the stored noise map [1, 1, H, W] of each layer that takes one."""
+        """Return the stored noise maps [1, 1, H, W], one for each layer that takes noise."""
         return []
 
     def noise_shapes(self) -> list[tuple[int, int, int]]:
-        """Return the shape (1, H, W) of the noise map of each layer that takes one."""
+        """Return the shapes (1, H, W) of the noise maps, one for each layer that takes noise."""
         return [(1, *noise_map.shape[2:]) for noise_map in self.stored_noise()]
 
     def finished(self, x: Tensor) -> Tensor:
-        """Convert the last layer's output to images: an alpha channel multiplies the colours.
+        """Convert the last layer's output to images: multiply the colours by alpha, if any.
 
-        The layers themselves give straight colours, which need not be black where the image is
-        transparent.
+        The layers output colours that are not multiplied by alpha. These need not be black where
+        the image is transparent.
         """
         return premultiplied(x) if (self.pixel_format or {}).get("alpha") else x
 
@@ -116,7 +117,8 @@ class ImageGenerator(ImageNetwork):
 class PlainGenerator(ImageGenerator):
     """Base class of generators without styles and noise.
 
-    `linear`, run without autocast, maps z and the label's embedding to the input of `images`.
+    `linear` maps z, concatenated with the label's embedding, to the input of `images`. It runs
+    without autocast. `images` returns the output of the last layer.
     """
 
     title: ClassVar[str]  # name of the architecture in messages
@@ -146,10 +148,10 @@ class PlainGenerator(ImageGenerator):
 
 
 class StyledGenerator(ImageGenerator):
-    """Base class of generators in two halves, mapping and synthesis.
+    """Base class of generators that consist of a mapping network and a synthesis network.
 
-    `mapping(z, labels)` returns styles w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)`
-    images. The buffer `w_avg` [w_dim] is the moving mean of w.
+    `mapping(z, labels)` returns styles w [N, w_dim]. `synthesis(ws, noise)` returns images for the
+    styles of all layers, ws [N, num_ws, w_dim]. The buffer `w_avg` [w_dim] is the moving mean of w.
     """
 
     has_styles = True
@@ -187,16 +189,16 @@ class StyledGenerator(ImageGenerator):
 
     @torch.no_grad()
     def update_w_avg(self, w_mean: Tensor) -> None:
-        """Move `w_avg` towards the mean w [w_dim] of a global batch.
+        """Move `w_avg` towards `w_mean` [w_dim], the mean w of a global batch.
 
-        w_avg = beta w_avg + (1 - beta) w_mean.
+        The new value is w_avg_beta * w_avg + (1 - w_avg_beta) * w_mean.
         """
         self.w_avg.lerp_(w_mean.to(self.w_avg.dtype), 1 - self.w_avg_beta)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def class_styles(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean w for each label and the spread of w around it.
+        """Return the mean w of each label, and the spread of w around this mean.
 
         Both are computed from MEAN_LATENTS latents, the same for every label, and cached until the
         network's weights change.
@@ -205,7 +207,8 @@ class StyledGenerator(ImageGenerator):
             labels: As `forward` takes them; None for an unconditional generator (N = 1).
 
         Returns:
-            The means [N, w_dim] and the root mean squared distances of w from them [N].
+            The means [N, w_dim], and the spreads [N]: root mean squared distances of w from the
+                mean.
         """
         version = [(weight.data_ptr(), weight._version) for weight in self.parameters()]
         if version != self._weights_version:
@@ -231,11 +234,11 @@ class StyledGenerator(ImageGenerator):
         return torch.stack(means)[places], torch.stack(spreads)[places]
 
     def truncation_centre(self, labels: Tensor | None, mean: TruncationMean = "class") -> Tensor:
-        """Return the point that w is truncated towards.
+        """Return the point towards which `truncate` moves w.
 
-        It is the mean w for each label [N, w_dim], or `w_avg` [w_dim] if `mean` is "global" or
-        there are no classes. Truncation towards `w_avg` makes samples lose their class together
-        with their variety; the mean of a class preserves the class (2202.11777).
+        It is the mean w of each label [N, w_dim], or `w_avg` [w_dim] if `mean` is "global" or there
+        are no classes. Truncation towards `w_avg` makes samples lose their class together with
+        their variety; truncation towards the mean of their class preserves the class (2202.11777).
         """
         if mean == "global" or not self.classes:
             return self.w_avg
@@ -250,11 +253,11 @@ class StyledGenerator(ImageGenerator):
         labels: Tensor | None = None,
         mean: TruncationMean = "class",
     ) -> Tensor:
-        """Return `ws` with its first `cutoff` layers moved to centre + psi (w - centre).
+        """Return `ws` with the first `cutoff` layers' styles moved to centre + psi (w - centre).
 
         Args:
             ws: Styles [N, layers, w_dim].
-            psi: 1 leaves the styles as they are, 0 gives the centre.
+            psi: 1 leaves the styles unchanged, 0 moves them to the centre.
             cutoff: Number of layers; None for all.
             labels: The labels that `ws` were made with.
             mean: The kind of centre, see `truncation_centre`.
@@ -271,12 +274,12 @@ class StyledGenerator(ImageGenerator):
 
 
 class ImageDiscriminator(ImageNetwork):
-    """Base class of discriminators: images and labels -> logits [N] in the parameters' precision.
+    """Base class of discriminators, which map images and labels to logits [N].
 
-    Call: `forward(images [N, channels, H, W], labels [N] or None)`. The pass has three steps,
-    `hidden`, `output` and `project`, so that the result of `output` serves several labels.
-    `output` and `project` run without autocast. `config.group` consecutive samples must be in the
-    same pass.
+    `forward(images [N, channels, H, W], labels [N] or None)` calls `hidden`, `output` and
+    `project`. Only `project` uses the labels, so the result of `output` can serve several labels.
+    `output` and `project` run without autocast, and the logits have the parameters' precision. Each
+    group of `config.group` consecutive samples must be in the same pass.
     """
 
     # images -> the last hidden activations [N, H], in the parameters' precision
@@ -298,12 +301,15 @@ class ImageDiscriminator(ImageNetwork):
         self.auxiliary = None
 
     def add_auxiliary(self) -> None:
-        """Add a head for class logits (AC-GAN, 1610.09585), a layer of the class of `output`."""
+        """Add the head `auxiliary`, which maps hidden activations to class logits.
+
+        The head is a layer of the same type as `output` (AC-GAN, 1610.09585).
+        """
         output: Any = self.output
         self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the features [N, F] of images, which do not depend on labels."""
+        """Return the features [N, F] of images, the output of `output`; labels play no part."""
         hidden = self.hidden(images)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.output(hidden)
@@ -326,7 +332,7 @@ class ImageDiscriminator(ImageNetwork):
         return self.embed(labels)
 
     def check_shape(self, images: Tensor) -> None:
-        """Raise ValueError if images have another shape than the network's."""
+        """Raise ValueError if the shape of the images is not that of the network's images."""
         shape = tuple(map(int, images.shape[1:]))  # tensors while a graph is traced
         if shape != self.spec.shape:
             raise ValueError(f"images of shape {shape} for a discriminator of {self.spec.shape}")
@@ -337,14 +343,15 @@ class ImageDiscriminator(ImageNetwork):
     def after_update(self) -> None:
         """Adjust the network after an update of its parameters; by default, do nothing.
 
-        The parameters are equal on all ranks.
+        When this is called, the parameters are equal on all ranks.
         """
 
 
 def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
-    """Return labels int64 [N] as one-hot vectors [N, classes].
+    """Return labels int64 [N] as one-hot vectors [N, classes] of `dtype`.
 
-    Class weights [N, classes] are only cast to `dtype`. Raises ValueError if `labels` is None.
+    If `labels` are class weights, floats [N, classes], cast them to `dtype`. Raises ValueError if
+    `labels` is None.
     """
     if labels is None:
         raise ValueError("a conditional network needs labels")
@@ -356,18 +363,19 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
 
 
 def conditioning_vectors(labels: Tensor, label_sets: Tensor | None) -> Tensor:
-    """Return labels int64 [n] in the form that conditional networks take.
+    """Convert labels int64 [n] to the form that conditional networks take.
 
-    Returns `labels`, or with `label_sets` (multi-hot floats [label sets, classes]) a row per label.
+    If `label_sets` is None, return the labels unchanged. Otherwise the labels are row numbers of
+    `label_sets`, multi-hot floats [label sets, classes]; return these rows [n, classes].
     """
     return labels if label_sets is None else label_sets[labels]
 
 
 def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
-    """Return the cross entropy of class logits [n, classes], summed over the images.
+    """Return the cross entropy of logits [n, classes] and labels [n], summed over the images.
 
-    With `label_sets` (multi-hot) it is the binary cross entropy, averaged over the classes and
-    summed over the images.
+    If `label_sets` is not None, labels are its row numbers (see `conditioning_vectors`). The result
+    is then the binary cross entropy, averaged over the classes and summed over the images.
     """
     if label_sets is None:
         return F.cross_entropy(logits, labels, reduction="sum")
@@ -377,7 +385,8 @@ def label_loss(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Ten
 def count_correct(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> Tensor:
     """Return the number of images whose logits [n, classes] predict their label.
 
-    With `label_sets` an image counts as the fraction of the classes that are predicted correctly.
+    If `label_sets` is not None (see `conditioning_vectors`), an image does not count as 0 or 1, but
+    as the fraction of the classes that are predicted correctly.
     """
     if label_sets is None:
         return (logits.argmax(1) == labels).sum()
@@ -387,7 +396,8 @@ def count_correct(logits: Tensor, labels: Tensor, label_sets: Tensor | None) -> 
 def run(function: Callable[..., Output], *arguments: object, recompute: bool) -> Output:
     """Return `function(*arguments)`, with activation checkpointing if `recompute` is True.
 
-    The function must not draw random numbers (noise is an argument): no random state is restored.
+    The function must not draw random numbers, because the random state is not restored for the
+    recomputation. Pass noise as an argument.
     """
     if not (recompute and torch.is_grad_enabled()):
         return function(*arguments)
@@ -400,8 +410,9 @@ def run(function: Callable[..., Output], *arguments: object, recompute: bool) ->
 def sizes_up_to(resolution: int | str) -> list[int]:
     """Return the shorter sides in px of a network's stages, each twice the previous one.
 
-    The first is at least 4 and as small as possible: 4, 8, ..., 64 for 64 px and for 96x64 px
-    (which start with 4x4 and 6x4 pixels), and 6, 12, ..., 96 for 96 px.
+    The last is the shorter side of `resolution`. The first is at least 4 and as small as possible.
+    Examples: 64 px and 96x64 px give 4, 8, ..., 64 (with smallest maps of 4x4 and 6x4 pixels), and
+    96 px gives 6, 12, ..., 96.
 
     Raises:
         UserError: Doubling never leads from at most LARGEST_START pixels to the resolution.
@@ -444,17 +455,19 @@ def draw(
     stream: tuple[str | int, ...] = ("eval",),
     numpy_seeds: Sequence[int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Draw latents and noise maps on the CPU, with the key (seed, *stream, index) for each sample.
+    """Draw latents and noise maps of samples on the CPU.
+
+    The random numbers of a sample depend only on its key, (seed, *stream, index).
 
     Args:
         indices: Indices of the N samples.
         seed: One seed for all samples, or N seeds.
-        stream: Names of the random stream.
-        numpy_seeds: If not None, z is NumPy's RandomState(seed).randn(z_dim) for each of these N
-            seeds, as in NVIDIA's generate.py.
+        stream: Middle part of the key.
+        numpy_seeds: If not None, N seeds. Each sample's z is then NumPy's
+            RandomState(seed).randn(z_dim), as in NVIDIA's generate.py.
 
     Returns:
-        z [N, z_dim] and the noise maps [N, 1, H, W] of each layer.
+        z [N, z_dim], and a list with the noise maps [N, 1, H, W] of each layer.
     """
     shapes = model.noise_shapes()
     sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
@@ -486,7 +499,9 @@ def generate(
     numpy_seeds: Sequence[int] | None = None,
     **truncation: Any,
 ) -> Tensor:
-    """Generate images [N, channels, H, W], returned on the CPU as pixel values (`spec.from_float`).
+    """Generate images and return them on the CPU as pixel values [N, channels, H, W].
+
+    `spec.from_float` converts the generator's outputs to pixel values.
 
     Args:
         labels: int64 [N] or class weights [N, classes]; None when unconditional.

@@ -1,8 +1,8 @@
-"""Progressive growing (1710.10196, 1812.04948): StyleGAN2's networks at a stage of lower resolution.
+"""Progressive growing (1710.10196, 1812.04948) of StyleGAN2's networks.
 
-A stage runs the blocks up to its resolution, and `alpha` fades in the newest of them. Parameters
-and their names are those of the full networks; the discriminator has a further from_rgb for each
-smaller resolution.
+A network grows in stages of rising resolution. At a stage, only the blocks up to its resolution
+run, and the weight `alpha` fades in the newest block. Parameters and their names are those of the
+full networks; in addition, the discriminator has a from_rgb layer for each smaller resolution.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ Alpha = float | Tensor
 
 
 def is_one(alpha: Alpha) -> bool:
-    """Return True if `alpha` is the number 1; False for any tensor, whose value is not read."""
+    """Return True if `alpha` is the number 1. Return False for every tensor, without reading it."""
     return not isinstance(alpha, Tensor) and alpha == 1
 
 
 class GrowingBlock(SynthesisBlock):
-    """A block whose contribution to the image is scaled by `alpha`, except in the first block."""
+    """Synthesis block whose RGB output is multiplied by `alpha`, except in the first block."""
 
     alpha: Alpha = 1.0
 
@@ -43,15 +43,19 @@ class GrowingBlock(SynthesisBlock):
 
 
 class GrowingGenerator(Generator):
-    """StyleGAN2's generator at the stage that `enter` set last; before, the full network.
+    """StyleGAN2's generator for progressive growing; `enter` selects the stage.
 
-    With alpha 0 the image is that of the previous stage, upsampled by `upsample_fir`.
+    Until `enter` is called, the full network runs. With alpha 0 the image is that of the previous
+    stage, upsampled by `upsample_fir`.
     """
 
     block_class = GrowingBlock
 
     def enter(self, side: int, alpha: Alpha) -> None:
-        """Change to the stage of `side` px (shorter side); raise ValueError if there is none."""
+        """Select the stage whose images have a shorter side of `side` px, and set its `alpha`.
+
+        Raises ValueError if there is no such stage.
+        """
         sizes = sizes_up_to(self.resolution)
         if side not in sizes:
             raise ValueError(
@@ -68,10 +72,11 @@ class GrowingGenerator(Generator):
 
 
 class GrowingDiscriminator(Discriminator):
-    """StyleGAN2's discriminator at the stage of the images' size.
+    """StyleGAN2's discriminator for progressive growing; the size of the images selects the stage.
 
-    `alpha` fades in the stage's newest block: with 0 the previous stage is applied to the images'
-    2x2 means (as in a packed pyramid), with 1 all of this stage's blocks to the images.
+    With alpha 1, all blocks of the stage are applied to the images. With alpha 0, the blocks of the
+    previous stage are applied to the images at half the size (means of 2x2 pixels, as in a packed
+    pyramid). Values in between interpolate the input of the second block.
     """
 
     alpha: Alpha = 1.0
@@ -88,7 +93,7 @@ class GrowingDiscriminator(Discriminator):
             self.from_rgbs[str(size)] = FromRGB(channels, width, precision)
 
     def enter(self, side: int, alpha: Alpha) -> None:
-        """Set alpha of the stage of `side` px."""
+        """Set `alpha`. `side` is not used, because the size of the images selects the stage."""
         self.alpha = alpha
 
     def hidden(self, images: Tensor) -> Tensor:
@@ -113,10 +118,10 @@ class GrowingDiscriminator(Discriminator):
 
 
 class StageGenerator(ImageGenerator):
-    """A growing generator at its stage, with the interface of any other generator.
+    """Wrapper that makes a growing generator return images of the full resolution.
 
-    Images are enlarged to the full resolution by repeating pixels, to compare stages. The
-    parameters are shared with `generator`, not copied.
+    Images of the current stage are enlarged by repeating pixels, so that stages can be compared.
+    The wrapper shares the parameters of `generator`.
     """
 
     def __init__(self, generator: GrowingGenerator) -> None:

@@ -24,12 +24,14 @@ Objective = Callable[[Any], Tensor]  # the model's output -> a 0-d tensor to dif
 
 
 def find_layer(model: nn.Module, name: str) -> nn.Module:
-    """Return the layer whose full name is `name` (`network.layer4`) or ends in it (`layer4`).
+    """Return the layer whose full name is `name`, or ends in `name` after a dot.
 
-    If several names end in `name`, the layer that is nested least deeply is returned.
+    For example, both `network.layer4` and `layer4` find `network.layer4`. If several names end in
+    `name`, return the layer that is nested least deeply.
 
     Raises:
-        UserError: No layer matches (the message suggests a similar name), or several do.
+        UserError: No layer matches (the message suggests a similar name), or several layers of the
+            least depth do.
     """
     layers = dict(model.named_modules())
     ends = [name] if name in layers else [full for full in layers if full.endswith(f".{name}")]
@@ -43,10 +45,10 @@ def find_layer(model: nn.Module, name: str) -> nn.Module:
 
 
 def matching_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Return name -> layer for the layers whose names match a pattern, in the model's order.
+    """Return a dict from full name to layer for the layers that match a pattern, in model order.
 
-    A pattern matches a name, or the end of a name after a dot; `*` stands for any text, dots
-    included: `layer*.0.conv1`. Raises UserError for a pattern that matches no layer.
+    A pattern matches a full name, or the end of a full name after a dot. `*` stands for any text,
+    also with dots: `layer*.0.conv1`. Raises UserError for a pattern that matches no layer.
     """
     layers = {name: layer for name, layer in model.named_modules() if name}
     matches: set[str] = set()
@@ -73,14 +75,15 @@ def _suggestion(name: str, layers: Mapping[str, nn.Module]) -> str:
 def output_gradient(
     model: nn.Module, name: str, inputs: Sequence[object], objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's output and the gradient of `objective(model(*inputs))` with respect to it.
+    """Return the output of the layer `name`, and a gradient with respect to this output.
 
-    The graph begins at the layer: earlier layers neither save activations nor are differentiated,
-    no `.grad` changes, and parameters need not require gradients. If the layer is called several
-    times, the last call counts.
+    The gradient is that of `objective(model(*inputs))`. Its graph begins at the layer, so earlier
+    layers are not differentiated. No `.grad` changes, and parameters need not require gradients. If
+    the layer is called several times, the last call counts.
 
     Raises:
-        UserError: The layer is unknown, or the objective does not depend on its output.
+        UserError: The layer is unknown, its output is not a tensor, or the objective does not
+            depend on this output.
     """
     leaves: list[Tensor] = []
 
@@ -108,10 +111,10 @@ def output_gradient(
 
 
 class LayerStatistics:
-    """Statistics of the outputs of layers, and of the gradients with respect to these outputs.
+    """Collector of statistics of layers' outputs, and of the gradients with respect to the outputs.
 
-    The statistics cover all passes inside `watching`: all calls of a layer and all backward passes,
-    also those of a gradient penalty. Accumulated on the device; only `collect` waits for it.
+    It covers every call of a layer inside `watching`, and every backward pass, including those of a
+    gradient penalty. The statistics are accumulated on the device; only `collect` waits for it.
     Non-finite values count in `nonfinite` only. Outputs are recorded before the next layer changes
     them in place.
     """
@@ -123,7 +126,7 @@ class LayerStatistics:
 
     @contextmanager
     def watching(self, scale: Tensor | float = 1.0) -> Iterator[None]:
-        """Record passes inside the block; gradients are divided by `scale`, fp16's loss scale."""
+        """Record passes inside the block. Gradients are divided by `scale`, fp16's loss scale."""
 
         def gradient(name: str, grad: Tensor) -> None:
             divisor = scale.to(grad.device) if isinstance(scale, Tensor) else scale
@@ -147,9 +150,9 @@ class LayerStatistics:
         self._moments[key] = merge(self._moments[key], moments) if key in self._moments else moments
 
     def packed(self) -> Tensor:
-        """Return the moments of all layers, [layers, 2, 6] on the device, see `_moments`.
+        """Return the six moments (`_moments`) of all layers on the device, [layers, 2, 6].
 
-        Layers without values have zeros.
+        The second dimension is KINDS: activation, gradient. Layers without values have zeros.
         """
         device = next((moments.device for moments in self._moments.values()), torch.device("cpu"))
         keys = [(name, kind) for name in self.layers for kind in KINDS]
@@ -159,7 +162,9 @@ class LayerStatistics:
         return rows.unflatten(0, (-1, len(KINDS)))
 
     def collect(self, packed: Tensor | None = None) -> dict[str, float]:
-        """Return `LAYER/activation_mean`, `LAYER/gradient_zeros`, ..., and reset the statistics.
+        """Return the statistics as a dict, and reset them.
+
+        Keys are `LAYER/activation_mean`, `LAYER/gradient_zeros`, ... (KINDS and STATISTICS).
 
         Args:
             packed: Moments to use instead of this process's, e.g. those merged over the ranks.
@@ -184,8 +189,8 @@ class LayerStatistics:
 def _moments(values: Tensor) -> Tensor:
     """Return six moments [6] of a tensor's values, on its device.
 
-    They are: finite count, mean, sum of squared deviations, largest absolute value, count of zeros,
-    non-finite count.
+    They are the number of finite values, their mean, their sum of squared deviations, their largest
+    absolute value, the number of zeros, and the number of non-finite values.
     """
     wide = values if values.dtype == torch.float64 else values.float()
     is_finite = wide.isfinite()
@@ -200,9 +205,9 @@ def _moments(values: Tensor) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the moments [..., 6] of the union of two sets of values, see `_moments`.
+    """Return the moments [..., 6] of the union of two sets of values from the moments of each set.
 
-    Source: Chan, Golub and LeVeque 1979, equations 2.1.
+    See `_moments`. Source: Chan, Golub and LeVeque 1979, equations 2.1.
     """
     n_a, mean_a, squares_a, largest_a, zeros_a, nonfinite_a = a.unbind(-1)
     n_b, mean_b, squares_b, largest_b, zeros_b, nonfinite_b = b.unbind(-1)

@@ -14,8 +14,8 @@ def normalisation(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and shift, each [1, channels, 1, 1], that normalise images x in [-1, 1].
 
-    scale x + shift = ((x + 1) / 2 - mean) / std. Grey images, with or without alpha, use the
-    averages of `means` and `stds`; a fourth channel uses their first values.
+    scale * x + shift = ((x + 1) / 2 - mean) / std. Grey images, with or without alpha, use the
+    averages of `means` and `stds`. A fourth channel uses the first values again.
     """
     mean = torch.tensor(means, dtype=torch.float64)
     std = torch.tensor(stds, dtype=torch.float64)
@@ -32,8 +32,8 @@ def normalisation(
 def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
     """Scale images [N, C, H, W] to `size` px, bilinearly with antialiasing.
 
-    `size` is (height, width), or the shorter side, which preserves the aspect ratio. The computation
-    is in float32 at least, because torch has no bf16 kernel for CPUs.
+    `size` is (height, width), or the shorter side if the aspect ratio must be preserved. The
+    computation is in float32 at least, because torch has no bf16 kernel for CPUs.
     """
     height, width = map(int, images.shape[-2:])  # tensors while a graph is traced
     if not isinstance(size, tuple):
@@ -50,8 +50,9 @@ def scaled(images: Tensor, size: int | tuple[int, int]) -> Tensor:
 def fit_images(images: Tensor, resolution: int | str, channels: int) -> Tensor:
     """Convert images [N, C, H, W] in [-1, 1] to a classifier's `resolution` and `channels`.
 
-    Differentiable. Images are scaled bilinearly, without preserving the aspect ratio; grey is
-    repeated, RGB becomes grey by the weights .299, .587, .114 (ITU-R 601).
+    The conversion is differentiable. Images are scaled bilinearly, without preserving the aspect
+    ratio. Grey is repeated to `channels`; RGB becomes grey by the weights .299, .587, .114 (ITU-R
+    601).
     """
     images = scaled(images, ImageSpec.of(channels, resolution).size)
     if channels == 1 and images.shape[1] == 3:

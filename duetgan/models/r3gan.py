@@ -1,8 +1,8 @@
-"""R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles,
-noise or normalisation.
+"""R3GAN's generator and discriminator (Huang et al., 2501.05441).
 
-Each resolution has residual blocks of grouped convolutions. Widths and cardinalities are those of
-the configuration up to `full_width_up_to` px and halve with every doubling above it.
+They are residual networks without styles, noise or normalisation. Each resolution has residual
+blocks of grouped convolutions. Up to `full_width_up_to` px, width and cardinality are those of the
+configuration; above it, both halve with every doubling of the resolution.
 """
 
 import math
@@ -117,8 +117,8 @@ def _initialised(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
 class Convolution(nn.Module):
     """Convolution in autocast's precision, [N, in_channels, H, W] -> [N, out_channels, H, W].
 
-    With `activation` a bias and a leaky ReLU follow, otherwise there is no bias. The weight starts
-    as N(0, gain^2 / fan_in).
+    If `activation` is True, a bias and a leaky ReLU follow; otherwise there is neither. The weight
+    starts as N(0, gain^2 / fan_in).
     """
 
     def __init__(
@@ -165,8 +165,10 @@ class Linear(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual block x + 1x1(grouped 3x3(1x1(x))); a bias and a leaky ReLU follow the first two
-    convolutions. The block starts as the identity.
+    """Residual block of three convolutions: x + 1x1(grouped 3x3(1x1(x))).
+
+    A bias and a leaky ReLU follow the first two convolutions. The weight of the last one starts as
+    0, so the block starts as the identity.
     """
 
     def __init__(self, width: int, inside: int, cardinality: int, *, gain: float) -> None:
@@ -180,10 +182,10 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The residual blocks of one resolution, after the change from the previous resolution, if any.
+    """The resampling from the previous resolution, and the residual blocks of one resolution.
 
-    With `resample` "up" the change is a 1x1 convolution, if the width changes, then upsampling;
-    with "down", downsampling, then this convolution.
+    `resample` is "up", "down", or None for the first stage. If the width changes, a 1x1 convolution
+    changes it before the upsampling or after the downsampling.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class Stage(nn.Module):
 
 
 class _Stages(nn.ModuleList):
-    """A network's stages, from the smallest resolution up or from the largest down.
+    """The stages of a network: from the smallest resolution "up", or from the largest "down".
 
     In a network of L blocks, the first two convolutions of each block start with the gain
     sqrt(2/1.04) L^(-1/4) (section 3.4 of the paper, after Fixup, 1901.09321: L^(-1 / (2m - 2)) for
@@ -244,9 +246,9 @@ class _Stages(nn.ModuleList):
 
 
 class R3Generator(PlainGenerator):
-    """R3GAN's generator: a learned basis, then the stages from the smallest resolution up.
+    """R3GAN's generator: learned maps (the basis), then the stages from the smallest resolution up.
 
-    A linear function of z (and of the label's embedding) scales each channel of the basis. The
+    A linear function of z, or of z and the label's embedding, scales each channel of the basis. The
     first and the last layer run without autocast.
     """
 
@@ -273,8 +275,10 @@ class R3Generator(PlainGenerator):
 
 
 class R3Discriminator(ImageDiscriminator):
-    """R3GAN's discriminator: the stages from the largest resolution down, then a depthwise
-    convolution of the last maps and the output, which run without autocast.
+    """R3GAN's discriminator: the stages from the largest resolution down, then two more layers.
+
+    These are a depthwise convolution over the whole last maps and the linear layer `output`. Both
+    run without autocast.
     """
 
     def __init__(
@@ -302,8 +306,8 @@ class R3Discriminator(ImageDiscriminator):
     def embedded(self, labels: Tensor) -> Tensor:
         """Return the embeddings [N, F] of labels [N, classes].
 
-        A row of zeros (no label) gets a constant embedding. The linear layer would give zeros, so
-        that the logit of any image would be 0.
+        A row of zeros (no label) gets a constant embedding, because the linear layer would give
+        zeros, and the logit of every image would be 0.
         """
         return torch.where(
             (labels == 0).all(1, keepdim=True),

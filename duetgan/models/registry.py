@@ -1,6 +1,7 @@
 """Registries of GANs and of classifiers' backbones.
 
-A new GAN (models/gan.py) or family of backbones (backbones/base.py) is a file and an entry here.
+To add a GAN (models/gan.py) or a family of backbones (backbones/base.py), write a file and add an
+entry here.
 """
 
 from collections.abc import Callable, Mapping
@@ -97,25 +98,28 @@ BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBackbone:
-    """A backbone that is a part of another run's network."""
+    """A backbone that is taken from another run's trained network, e.g. a discriminator."""
 
     describe: Callable[[str], Tree]  # run -> description of the network, which the config keeps
     backbone: Callable[[Tree], Backbone]  # builds the backbone of a description
     load: Callable[["Classifier"], str]  # copies the run's weights, and returns a message
 
 
-TRAINED_BACKBONES: dict[str, TrainedBackbone] = {}  # by the value of model.name; of extras
+TRAINED_BACKBONES: dict[str, TrainedBackbone] = {}  # value of model.name -> backbone, for extras
 
 
 def architecture_of(name: str) -> Architecture:
-    """Return the architecture `name`; for an unknown one raise UserError, with a similar name."""
+    """Return the architecture `name`.
+
+    Raises UserError, which suggests a similar name, if there is none.
+    """
     return entry(ARCHITECTURES, name, "architecture")
 
 
 def backbone_of(name: str) -> Backbone:
     """Return the description of the classifier network `name`.
 
-    Raises UserError, with a similar name, for an unknown one.
+    Raises UserError, which suggests a similar name, if there is none.
     """
     if name.startswith(timm.PREFIX):
         return timm.timm_backbone(name)

@@ -163,7 +163,7 @@ def classifier_from(
 def fingerprint(module: nn.Module) -> str:
     """Return a short hash of a module's weights; modules with equal hashes give equal features.
 
-    A classifier's temperature is not included, so that a calibrated copy is known as the same one.
+    A classifier's temperature is left out, so that a calibrated copy has the hash of the original.
     """
     digest = hashlib.sha256()
     state = module.state_dict()
@@ -175,10 +175,10 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def inherited_lineage(checkpoint: Checkpoint) -> Lineage:
-    """Return the lineage of weights that are initialised from a checkpoint.
+    """Return the lineage that weights inherit if they are initialised from a checkpoint.
 
-    A lineage names the data and the networks that weights learnt from. A classifier's checkpoint
-    counts as one of these networks (teachers).
+    A lineage lists the data and the networks from which weights have learnt. If the checkpoint is a
+    classifier's, the classifier is added to these networks, as one of the `teachers`.
     """
     lineage = recorded(checkpoint)
     if checkpoint["task"] != "classifier":
@@ -196,16 +196,20 @@ READERS: list[Callable[[Path], Checkpoint | None]] = []
 
 
 def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
-    """Return the path and checkpoint of a run folder, file, hub's folder or network name."""
+    """Find and read the checkpoint that `source` names; return its path and its content.
+
+    `source` is a run folder, a file, a folder of the Hugging Face hub, or the name of a published
+    network. `which`, "last" or "best", selects a checkpoint of a run folder.
+    """
     path = resolve(source, which)
     return path, read(path)
 
 
 def read(path: Path) -> Checkpoint:
-    """Return the checkpoint of a path or name that `resolve` returned, its tensors on the CPU.
+    """Read the checkpoint at a path, or of a network name, that `resolve` returned.
 
-    No code in the file is run. Raises UserError for a missing or damaged file, and for weights that
-    are not exactly those of a known network.
+    The tensors are on the CPU. No code in the file is run. Raises UserError for a missing or
+    damaged file, and for weights that are not exactly those of a known network.
     """
     try:
         return read_weights(path) if path.suffix == ".safetensors" else load(path)

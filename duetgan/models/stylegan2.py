@@ -1,8 +1,8 @@
 """StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637).
 
-The formulas are those of the papers. The modulated convolution is the training form: the style
-scales the activations, one convolution for all samples follows, and the demodulation coefficient
-scales the output. `models/layers/fp16.py` chooses each block's precision under fp16 autocast.
+The formulas are those of the papers. The modulated convolution has the form for training: the style
+scales the input, one convolution for all samples follows, and the demodulation coefficient scales
+the output. `models/layers/fp16.py` chooses each block's precision under fp16 autocast.
 """
 
 import math
@@ -92,12 +92,13 @@ class Modulation(NamedTuple):
 
 
 class ModulatedConv2d(nn.Module):
-    """Style-modulated convolution in the form for training.
+    """Convolution whose input channels are scaled by a style, in the form for training.
 
-    x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine
-    layer (bias 1 at the start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2)
-    + 1e-8). `demodulate=False` (ToRGB) omits the second factor and scales the style by
-    1/sqrt(fan_in).
+    Maps x [N, I, H, W] to [N, O, H, W], or to [N, O, 2H, 2W] if `upsample`. The layer `affine`
+    (bias 1 at the start) maps w [N, w_dim] to the style s [N, I]. The output is conv(x * s) *
+    rsqrt(sum((weight * s)^2) + 1e-8). If `demodulate` is False (ToRGB), the second factor is left
+    out, and the style is scaled by 1/sqrt(fan_in). `modulate` computes the style and the second
+    factor.
     """
 
     def __init__(
@@ -144,11 +145,12 @@ def modulate(
     dtypes: Sequence[torch.dtype],  # of each convolution
     gain: float = 1.0,
 ) -> list[Modulation]:
-    """Return the modulations of several convolutions, computed together with few operators.
+    """Compute the modulations of several convolutions together, with few operators.
 
-    The scale is the demodulation coefficient times `gain`, and in fp16 also times the norms by
-    which style and weight are divided. Without demodulation there is no scale, except in fp16, and
-    all tensors have the precision of the parameters.
+    The scale of a modulation is the demodulation coefficient times `gain`. In fp16, style and
+    weight are divided by norms, and the scale is also multiplied by these norms. A convolution
+    without demodulation has a scale in fp16 only, and all its tensors have the precision of the
+    parameters.
     """
     with torch.autocast(ws[0].device.type, enabled=False):
         precision = convolutions[0].weight.dtype
@@ -193,8 +195,10 @@ def modulate(
 
 
 class StyledLayer(layers.Equalized):
-    """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky
-    ReLU, clamp. `size` is the height and width in px, or the side.
+    """Layer of the synthesis network: modulated 3x3 convolution, noise, bias, activation, clamp.
+
+    The strength of the noise is learned and starts as 0. The activation is a leaky ReLU times
+    sqrt(2). `size` is the height and width of the output in px, or its side.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class StyledLayer(layers.Equalized):
     def forward(
         self, x: Tensor, modulation: Modulation, noise: Tensor | None, clamp: Clamp = None
     ) -> Tensor:
-        """Return the output; `noise` [N, 1, H, W] has been multiplied by its strength."""
+        """Return the output; `noise` [N, 1, H, W] must be multiplied by its strength already."""
         x = self.conv(x, modulation)
         assert modulation.scale is not None
         bias = self.scaled_parameters(x.dtype)["bias"]
@@ -246,8 +250,10 @@ class ToRGB(nn.Module):
 
 
 class SynthesisBlock(nn.Module):
-    """One resolution: an upsampling layer (absent if `is_first`), a layer, and ToRGB, whose output
-    is added to the upsampled image of the previous resolutions.
+    """The layers of one resolution: an upsampling layer, a second layer, and ToRGB.
+
+    The output of ToRGB is added to the upsampled image of the previous resolutions. The first block
+    (`is_first`) has no upsampling layer.
     """
 
     def __init__(
@@ -299,12 +305,15 @@ class SynthesisBlock(nn.Module):
         return x, self.add_rgb(image, self.to_rgb(x, rgb, clamp))
 
     def add_rgb(self, image: Tensor | None, rgb: Tensor) -> Tensor:
-        """Return the previous resolutions' image, upsampled, plus this resolution's `rgb`."""
+        """Upsample `image`, which the previous resolutions made, and add this resolution's `rgb`.
+
+        `image` is None in the first block.
+        """
         return rgb if image is None else layers.upsample_fir(image) + rgb
 
 
 class Generator(StyledGenerator):
-    """StyleGAN2's skip generator."""
+    """StyleGAN2's generator with skip connections: each resolution adds its RGB to the image."""
 
     block_class: ClassVar[type[SynthesisBlock]] = SynthesisBlock
 
@@ -339,7 +348,7 @@ class Generator(StyledGenerator):
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
 
     def used_blocks(self) -> Sequence[SynthesisBlock]:
-        """Return the blocks from which images are made, the smallest resolution first."""
+        """Return the blocks that `synthesis` runs, the smallest resolution first."""
         return list(self.blocks)  # type: ignore[arg-type]
 
     def styled_layers(self) -> list[StyledLayer]:
@@ -380,7 +389,10 @@ class Generator(StyledGenerator):
     def _modulations(
         self, blocks: Sequence[SynthesisBlock], styles: Sequence[Tensor]
     ) -> list[Modulation]:
-        """Return the modulations of all layers of blocks; `styles` begin with the first layer's."""
+        """Return the modulations of all layers of `blocks`, in order.
+
+        `styles[0]` is the style of the first of these layers.
+        """
         convolutions: list[ModulatedConv2d] = []
         ws: list[Tensor] = []
         dtypes: list[torch.dtype] = []
@@ -394,9 +406,9 @@ class Generator(StyledGenerator):
         return modulate(convolutions, ws, dtypes, layers.ACTIVATION_GAIN)
 
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
-        """Return for each layer its noise map times its strength, or None.
+        """Return each layer's noise map times the layer's strength; None if `noise` is "none".
 
-        The caller must draw random maps.
+        Raises ValueError for "random": the caller must draw random maps and pass them.
         """
         styled = self.styled_layers()
         if noise == "none":
@@ -417,10 +429,11 @@ class Generator(StyledGenerator):
 
 
 class Discriminator(ImageDiscriminator):
-    """StyleGAN2's discriminator; a conditional one gives <features, mapped label> / sqrt(dim).
+    """StyleGAN2's discriminator.
 
-    The last layers (minibatch std, convolution, fully connected) and the output run without
-    autocast.
+    If it is conditional, a logit is the inner product of the features [N, F] and the mapped
+    embedding of the label, divided by sqrt(F). The last layers (minibatch standard deviation,
+    convolution, fully connected) and `output` run without autocast.
     """
 
     def __init__(
@@ -471,7 +484,7 @@ class Discriminator(ImageDiscriminator):
         return self.last_layers(x)
 
     def last_layers(self, x: Tensor) -> Tensor:
-        """Return the hidden activations [N, F] from the smallest maps [N, F, h, w]."""
+        """Return the last hidden activations [N, F] for the smallest maps [N, F, h, w]."""
         assert self.from_rgb.precision is not None
         clamp = self.from_rgb.precision.clamp(x)
         with torch.autocast(x.device.type, enabled=False):

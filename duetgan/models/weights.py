@@ -1,6 +1,7 @@
 """Read weights files, without running code in them, and load them into classifiers.
 
-Only the head and the first convolution's size and channels may differ from the classifier's.
+A file's network may differ from the classifier only in the head, and in the size and channels of
+the first convolution.
 """
 
 import argparse
@@ -56,12 +57,13 @@ State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """Return a file's state dict on the CPU and its metadata, without running code in the file.
+    """Read a file's state dict, to the CPU, and its metadata, without running code in the file.
 
-    The file is `.safetensors`, names and tensors written by `torch.save` (also under Python 2), or
-    Duet's checkpoint. Wrappers of other programs and the prefixes of DataParallel (`module.`) and
-    torch.compile (`_orig_mod.`) are removed. The metadata are those of a safetensors file, and
-    `stride` and `normalise` for Duet's files; for checkpoints also `classes` and `duet` (lineage).
+    The file is a `.safetensors` file, a checkpoint of Duet, or a file of names and tensors that
+    `torch.save` wrote (also under Python 2). Wrappers of other programs and the prefixes of
+    DataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed. The metadata of a
+    safetensors file are returned. For Duet's files `stride` and `normalise` are added
+    (`_build_metadata`), for checkpoints also `classes` and `duet`, which holds the lineage.
 
     Args:
         option: The file's command-line option, for messages.
@@ -109,7 +111,10 @@ def read_plain(path: Path, remedy: str) -> Any:
 
 
 def _build_metadata(model: Tree, path: Path) -> dict[str, str]:
-    """Return the properties of a Duet classifier that the shapes of its weights do not show."""
+    """Return the metadata `stride` and `normalise`, which the shapes of weights do not show.
+
+    `model` is the config section of the classifier of Duet in the file `path`.
+    """
     config = build(ModelConfig, model, source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     return {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
@@ -128,7 +133,7 @@ def trained_symmetric(weights: str) -> bool:
 
 
 def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State, dict[str, str]]:
-    """Return state dict and metadata of the averaged (EMA) classifier in a Duet checkpoint.
+    """Return the state dict and the metadata of the EMA classifier in a checkpoint of Duet.
 
     The file's checksum is verified.
     """
@@ -147,7 +152,10 @@ def _read_checkpoint(path: Path, content: checkpoints.Checkpoint) -> tuple[State
 
 
 def _unwrapped(content: object) -> State:
-    """Return the state dict inside the wrappers of other programs; empty if there is none."""
+    """Return the state dict in the content of another program's file, whose dicts may be nested.
+
+    Returns an empty dict if there is none.
+    """
     while isinstance(content, dict) and content:
         if all(_is_named_tensor(key, value) for key, value in content.items()):
             return content
@@ -158,7 +166,7 @@ def _unwrapped(content: object) -> State:
 
 
 def _is_named_tensor(key: object, value: object) -> bool:
-    """Return True for a name and a tensor with values: neither sparse nor of the meta device."""
+    """Return True if `key` is a text and `value` a tensor with values, neither sparse nor meta."""
     return (
         isinstance(key, str)
         and isinstance(value, Tensor)
@@ -168,7 +176,7 @@ def _is_named_tensor(key: object, value: object) -> bool:
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> State:
-    """Return `state` with the backbone's names, without prefixes and entries of wrappers."""
+    """Return `state` with the backbone's names, without the prefixes and entries of wrappers."""
     plain = {
         re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value
         for name, value in state.items()
@@ -186,11 +194,12 @@ def _plain_names(state: Mapping[str, Tensor]) -> State:
 
 
 def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
-    """Return the path of the weights file that `model.weights` names for the network `name`.
+    """Return the path of the file that `weights`, a value of the key `model.weights`, names.
 
-    `weights` is a file (with a suffix or "/", it need not exist), a run folder (for its last
-    checkpoint), or the name of published weights, which are downloaded once. Raises UserError for
-    an unknown name or a failed download.
+    `weights` is a file, a run folder (its last checkpoint is used), or the name of published
+    weights of the network `name`, which are downloaded once. A text with a "/" or a suffix of
+    weights files counts as a file, even if it does not exist. Raises UserError for an unknown name
+    or a failed download.
     """
     path = Path(weights)
     if path.is_dir():
@@ -208,7 +217,10 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
 
 
 def cached_weights(name: str) -> Path | None:
-    """Return the path of the latest published weights of `name` in torch's cache, or None."""
+    """Return the path of the newest published weights of the network `name` in torch's cache.
+
+    Returns None if the cache has none.
+    """
     cached = [_cache_path(url) for url in reversed(backbone_of(name).published(name).values())]
     return next((path for path in cached if path.is_file()), None)
 
@@ -237,10 +249,11 @@ def missing_published(url: str, subject: str) -> str:
 
 
 def _download(url: str, subject: str) -> str:
-    """Return the path of `url` in torch's cache; fetch the file if it is missing there.
+    """Download `url` into torch's cache, if it is missing there, and return its path in the cache.
 
-    A fetched file's hash must be that in its name; a line on stderr says its size and folder.
-    Raises UserError if the download fails or the environment variable DUET_OFFLINE forbids it.
+    The hash of the downloaded file must be the one in its name. A line on stderr tells its size and
+    folder. Raises UserError if the download fails or the environment variable DUET_OFFLINE forbids
+    it.
     """
     path = _cache_path(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
@@ -269,8 +282,10 @@ def _download(url: str, subject: str) -> str:
 def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> str:
     """Copy the weights that `model.config.weights` names into `model`.
 
-    The first convolution is adapted to the channels and the stem. The head stays new if its shape
-    differs; if the classes of file and classifier are known, the head is copied by class name.
+    The first convolution is adapted to the classifier's channels and stem. The head is copied by
+    class name if the class names of the file and of the classifier are known; otherwise it is
+    copied by index if its shape is the same. A head that cannot be copied keeps its initial
+    weights.
 
     Args:
         classes: Names of the classifier's classes.
@@ -339,10 +354,10 @@ def _class_names(metadata: Mapping[str, str]) -> list[str]:
 
 
 def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
-    """Return the lineage of a file's weights.
+    """Return the lineage of a file's weights, i.e. the data and networks from which they learnt.
 
-    The metadata of Duet's checkpoints and exports hold the lineage; that of another file is the
-    file's hash. Raises UserError for damaged metadata.
+    Duet's checkpoints and exports have it in their metadata. For another file, it is the hash of
+    the file. Raises UserError for damaged metadata.
     """
     faults = (ValueError, AttributeError, RecursionError)
     with files.reading(f"{path}: its metadata", "export it again", *faults):
@@ -358,7 +373,10 @@ def file_hash(path: Path) -> str:
 
 
 def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfig) -> None:
-    """Raise UserError if strides or input range, which no shape shows, differ from `config`."""
+    """Raise UserError if a file's metadata and `config` differ in strides or input normalisation.
+
+    The shapes of the weights do not show these differences.
+    """
     stride = metadata.get("stride")
     if stride is not None and stride.startswith("conv1") != config.he_strides:
         raise UserError(
@@ -376,18 +394,19 @@ def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfi
 
 
 def fit_first(filters: Tensor, target: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
-    """Adapt the first convolution's filters to other channels and a smaller kernel.
+    """Adapt the filters of the first convolution to other channels and to a smaller kernel.
 
     Filters that fit already are returned unchanged. For grey images the filters are summed over the
-    channels, so that a grey image gives the outputs of its RGB version. For other numbers of
-    channels the filters are repeated and scaled so that equal channels give the same outputs
-    (timm's `adapt_input_conv`). A smaller kernel is the centre of the filters.
+    channels, so that a grey image gives the same outputs as its RGB version. For other numbers of
+    channels the filters are repeated and scaled, so that an image with equal channels gives the
+    same outputs (timm's `adapt_input_conv`). For a smaller kernel, the centre of the filters is
+    taken.
 
     Args:
         filters: [O, C, k, k].
         target: Filters of the new shape.
-        alpha: The last channel is alpha. Its filters are zero, so that an opaque image gives the
-            outputs of its colours.
+        alpha: True if the last channel is alpha. Filters for an added alpha channel are zero, so
+            that an opaque image gives the outputs of its colours.
 
     Returns:
         The new filters, and messages about the changes.
@@ -430,7 +449,7 @@ def fit_state(
     *,
     option: str = f"--{OPTION}",
 ) -> State:
-    """Return `state` in the dtypes of `expected`, after checking names, shapes and values.
+    """Check names, shapes and values of `state`, and return it in the dtypes of `expected`.
 
     BatchNorm's counters of batches, which old files lack, are added.
 
@@ -475,7 +494,7 @@ def fit_state(
 
 
 def network_of(state: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the network with tensors of these names and shapes, or None.
+    """Return the name of the network whose tensors have the names and shapes of `state`, or None.
 
     The first layer and the head are not compared.
     """
@@ -483,7 +502,11 @@ def network_of(state: Mapping[str, Tensor]) -> str | None:
 
 
 def similar_networks(state: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield (name, fraction of equal tensor shapes) of networks whose first layer `state` has."""
+    """Yield (name, similarity) of the networks whose first layer's name is also in `state`.
+
+    The similarity is the fraction of tensors, 0 to 1, whose names and shapes are equal. The first
+    layer and the head are not compared.
+    """
     for name, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue

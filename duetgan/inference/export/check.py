@@ -1,5 +1,7 @@
-"""The export of a checkpoint with its checks: the file is written under a temporary name, loaded
-again, compared with the original network in outputs and accuracy, and only then renamed.
+"""The export of a checkpoint, with a check of the exported file.
+
+The file is written under a temporary name and loaded again. Its outputs and accuracy are compared
+with those of the original network. Only then it is renamed.
 """
 
 import math
@@ -40,15 +42,15 @@ BATCH = 64  # size of the batches of the check
 
 
 class CheckFailed(TrainingHalted):
-    """An exported file does not agree with the original and was removed.
+    """An exported file does not agree with the original network and was removed.
 
-    The exit code is 4, as for a training that stops itself.
+    The exit code is 4, as for training that cannot continue.
     """
 
 
 @dataclass(kw_only=True)
 class Row:
-    """The original network, or the exported file compared with it."""
+    """A row of the check's results: the original network, or the file compared with it."""
 
     name: str
     bytes: int  # size of the weights, or of the file
@@ -59,7 +61,7 @@ class Row:
 
 
 def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
-    """Return the outputs of all batches."""
+    """Run a network on all batches and return its outputs, concatenated."""
     with torch.inference_mode():
         return torch.cat([run(batch) for batch in batches])
 
@@ -67,8 +69,10 @@ def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
 def compare(
     name: str, size: int, result: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool
 ) -> Row:
-    """Compare the outputs [n, ...] of a network of `size` bytes with the original's. `classes` is
-    True if the outputs are logits.
+    """Compare the outputs `result` [n, ...] of a network with those of the original network.
+
+    `size` is the size of the network in bytes. `labels` are the true classes, if known. `classes`
+    is True if the outputs are logits.
     """
     row = Row(name=name, bytes=size, largest_difference=math.inf)
     if result.shape == original.shape:
@@ -133,7 +137,7 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
-    """Check the options of export.py before any work, as far as possible. Raises UserError."""
+    """Raise UserError for options of export.py that can be seen to be invalid before any work."""
     form, task = FORMATS[job.format], checkpoint["task"]
     is_new = not job.out.exists() or (job.out.is_dir() and not any(job.out.iterdir()))
     programs = [name for name, candidate in FORMATS.items() if candidate.truncates]
@@ -178,7 +182,10 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
 
 
 def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
-    """Load the network, and read or draw the inputs to check its export with."""
+    """Load the network, and the inputs with which its export is checked.
+
+    A classifier's inputs are images from a file; a generator's inputs are drawn.
+    """
     if checkpoint["task"] == "gan":
         return generator_subject(
             checkpoint, batch_size=BATCH, psi=job.truncation_psi, mean=job.truncation_mean
@@ -215,10 +222,12 @@ def _opened(option: str, path: str | None, checkpoint: Checkpoint) -> Dataset:
 
 
 def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, str | None]:
-    """Write a temporary file, load it again, check it, and rename it to `job.out`.
+    """Export a checkpoint to `job.out`, after a check of the exported file.
 
-    `job` has the options of export.py. Returns the rows of the original and the file, the subject,
-    and the fault of the file or None. With a fault, `job.out` is not changed. Raises UserError.
+    The export is written to a temporary file, which is renamed if the check finds no fault. With a
+    fault, `job.out` is not changed. `job` has the options of export.py. Returns the rows of the
+    original and of the export, the subject (the network and its inputs), and the fault or None.
+    Raises UserError.
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]
@@ -241,7 +250,7 @@ def export(job: Namespace, checkpoint: Checkpoint) -> tuple[list[Row], Subject, 
 def examine(subject: Subject, path: Path, job: Namespace) -> tuple[list[Row], str | None]:
     """Compare the exported file or folder with the original. `job` has the options of export.py.
 
-    Returns the rows of the original and the file, and the fault of the file or None. Raises
+    Returns the rows of the original and of the export, and the fault of the export or None. Raises
     UserError if the outputs of the original are not finite.
     """
     form = FORMATS[job.format]

@@ -1,5 +1,7 @@
-"""The table of export formats. A format is a module with two functions: `write(subject, path)`
-writes the file, and `load(subject, path)` returns the network in it as a function, for the check.
+"""The table of export formats.
+
+A format is a module with two functions. `write(subject, path)` writes a file. `load(subject, path)`
+loads the file for the check, and returns its network as a function.
 """
 
 import importlib
@@ -33,11 +35,11 @@ class Format:
     suffix: str = ""  # required suffix
 
     def write(self, subject: "Subject", path: Path) -> None:
-        """Write the file."""
+        """Export the network of `subject` to `path`."""
         importlib.import_module(self.module).write(subject, path)
 
     def load(self, subject: "Subject", path: Path) -> "Runner":
-        """Return the network in a written file."""
+        """Load the export at `path` and return its network as a function of the inputs."""
         return importlib.import_module(self.module).load(subject, path)
 
     def check_packages(self) -> None:

@@ -11,9 +11,11 @@ load = onnx.load
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write an ONNX graph with static int8 quantization: weights by output channel, activations by
-    their ranges for the calibration images. Weights use 7 of the 8 bits, because sums of two
-    products must fit into 16 bits on CPUs without VNNI.
+    """Write an ONNX graph with static int8 quantization.
+
+    Weights are quantized with a scale for each output channel, activations by their ranges for the
+    calibration images. Weights use 7 of the 8 bits, because sums of two products must fit into 16
+    bits on CPUs without VNNI.
     """
     from onnxruntime import quantization  # an optional package
     from onnxruntime.quantization.shape_inference import quant_pre_process

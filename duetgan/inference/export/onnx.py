@@ -14,8 +14,10 @@ from duetgan.models.restore import ENTRY
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write the graph, with BatchNorm folded. Its metadata are `contents` as JSON in the entry
-    `duet`, and the entries of `interface`.
+    """Write the network as an ONNX graph, with BatchNorm folded into the convolutions.
+
+    The entry `duet` of its metadata holds `contents` as JSON. The other entries are those of
+    `interface` and of the truncation.
     """
     from onnxscript import optimizer  # an optional package
 
@@ -37,7 +39,10 @@ def write(subject: Subject, path: Path) -> None:
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Open a session of onnxruntime on the CPU, with as many threads as torch has."""
+    """Load a graph into onnxruntime on the CPU and return it as a function.
+
+    onnxruntime uses as many threads as torch.
+    """
     import onnxruntime  # an optional package
 
     options = onnxruntime.SessionOptions()
@@ -50,5 +55,5 @@ def load(subject: Subject, path: Path) -> Runner:
 
 
 def arrays(subject: Subject, inputs: Inputs) -> dict[str, np.ndarray]:
-    """Return inputs as onnxruntime takes them, by name."""
+    """Return inputs as onnxruntime takes them: a dict from input name to array."""
     return {name: x.contiguous().numpy() for name, x in zip(subject.names, inputs, strict=True)}

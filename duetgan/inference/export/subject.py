@@ -1,6 +1,4 @@
-"""The subject of an export: a network as a plain function of tensors, and the inputs that the
-export is checked with.
-"""
+"""The subject of an export: a network as a function of tensors, and inputs for the check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,10 +35,11 @@ EXAMPLES = 2  # rows of the inputs for tracing; torch.export would treat a batch
 
 
 class Drawing(nn.Module):
-    """A generator as a function of z [N, z_dim] and labels, with stored noise, truncated to `psi`.
+    """Module that generates images from z [N, z_dim] and labels, with stored noise.
 
-    The images [N, channels, height, width] lie in about [-1, 1]. Labels are int64 [N], or multi-hot
-    floats [N, classes] if images may have several; an unconditional generator takes none.
+    w is truncated to `psi`. The images [N, channels, height, width] are in about [-1, 1]. Labels
+    are int64 [N], or multi-hot floats [N, classes] if images may have several labels; an
+    unconditional generator takes none.
     """
 
     centres: Tensor  # centres of the truncation: [labels, w_dim], or [w_dim] for all labels
@@ -102,13 +101,14 @@ class Subject:
         return self.checkpoint["task"] == "classifier"
 
     def fast(self) -> nn.Module:
-        """Return the network with BatchNorm folded into its convolutions; a generator has no
-        BatchNorm and is returned itself.
+        """Return the network with BatchNorm folded into its convolutions.
+
+        A generator has no BatchNorm and is returned unchanged.
         """
         return fold_batchnorm(self.network) if self.is_classifier else self.network
 
     def rows(self, count: int) -> Inputs:
-        """Return a batch of `count` of the check's inputs, repeated if there are fewer."""
+        """Return `count` inputs of the check as one batch; repeat inputs if they are fewer."""
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
         rows = torch.arange(count) % len(columns[0])
         return tuple(_channels_last(column[rows]) for column in columns)
@@ -121,8 +121,9 @@ def _channels_last(x: Tensor) -> Tensor:
 def generator_subject(
     checkpoint: Checkpoint, *, batch_size: int, psi: float = 1.0, mean: TruncationMean = "class"
 ) -> Subject:
-    """Return a GAN's generator with example inputs: the latents that evaluation draws for seed 0,
-    and labels of all classes in turn.
+    """Return a GAN's generator with inputs to check an export with.
+
+    The latents are those that evaluation draws for seed 0. The labels repeat all classes in order.
     """
     generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)
@@ -151,10 +152,10 @@ def classifier_subject(
     calibration: Dataset | None = None,  # images for int8; None: no int8 export
     calibrated: int = 0,  # largest number of images for the calibration
 ) -> Subject:
-    """Return a classifier with random images for the check, and others for int8's calibration.
+    """Return a classifier with random images for the check, and other images to calibrate int8.
 
-    Both may come from the same file. Raises UserError if the images' classes are not those of the
-    classifier, or if there are too few images.
+    `images` and `calibration` may be the same file. Raises UserError if the images' classes are not
+    those of the classifier, or if there are too few images.
     """
     classifier = classifier_from(checkpoint, several=True)
     if images.classes:
@@ -191,7 +192,7 @@ def classifier_subject(
 
 
 def _shuffled(dataset: Dataset) -> np.ndarray:
-    """Return all records in random order, because files are often sorted by class."""
+    """Return all record numbers in random order, because files are often sorted by class."""
     return numpy_generator(0, "eval", "export").permutation(len(dataset))
 
 

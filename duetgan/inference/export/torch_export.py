@@ -17,7 +17,10 @@ from duetgan.models.restore import ENTRY
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write the program, with `contents` and `interface` as JSON in its extra file `duet.json`."""
+    """Write the network as a program of torch.export.
+
+    The extra file `duet.json` in the program holds `contents`, `interface` and the truncation.
+    """
     content = interface(subject.checkpoint) | subject.truncation | contents(subject.checkpoint)
     extra_files = {f"{ENTRY}.json": json.dumps(content)}
     with quiet(), torch.no_grad(), open(path, "wb") as file:
@@ -25,13 +28,13 @@ def write(subject: Subject, path: Path) -> None:
 
 
 def load(_subject: Subject, path: Path) -> Runner:
-    """Load the program."""
+    """Load the program and return it as a function of the inputs."""
     with quiet(), open(path, "rb") as file:
         return as_runner(torch.export.load(file).module())
 
 
 def program(subject: Subject) -> torch.export.ExportedProgram:
-    """Trace the network, with BatchNorm folded, for any number of rows."""
+    """Trace the network, with BatchNorm folded, for batches of any size."""
     batch = torch.export.Dim("batch", min=1)
     return traced(subject.fast(), subject.rows(EXAMPLES), tuple({0: batch} for _ in subject.names))
 
@@ -39,7 +42,7 @@ def program(subject: Subject) -> torch.export.ExportedProgram:
 def traced(
     network: nn.Module, inputs: tuple[object, ...], shapes: Any
 ) -> torch.export.ExportedProgram:
-    """Trace a network with torch.export; `shapes` are the argument `dynamic_shapes`.
+    """Trace a network with torch.export; `shapes` is its argument `dynamic_shapes`.
 
     The inputs, which may be private images, and this machine's paths are removed from the program.
     """

@@ -34,7 +34,7 @@ def write(subject: Subject, path: Path) -> None:
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Build the network from the file's weights and metadata alone."""
+    """Build the network from only the file's weights and metadata, and return it as a function."""
     checkpoint = read_weights(path)
     if subject.is_classifier:
         return as_runner(classifier_from(checkpoint, several=True))
@@ -47,8 +47,9 @@ OPTIONAL_KEYS = ("stage", "teachers", "sets")  # keys that not every checkpoint 
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the description of a weights file: a checkpoint without its state, and without paths
-    and training settings, because the file may be published.
+    """Return the description of a network for its weights file: the checkpoint without its state.
+
+    Paths and training settings are left out, too, because the file may be published.
     """
     task, config = checkpoint["task"], checkpoint["config"]
     sections = {name: config[name] for name in SECTIONS[task] if name in config}
@@ -67,10 +68,10 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def interface(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the description of a network's interface, for people and as metadata.
+    """Return texts that describe a network's inputs and outputs, for people and as metadata.
 
-    It has `input`, `output`, and `classes` as JSON; for a multi-label classifier also `thresholds`
-    as JSON, each label's least probability.
+    The entries are `input`, `output`, and `classes` as JSON. A multi-label classifier also has
+    `thresholds` as JSON: for each label, the least probability at which an image has it.
     """
     shape, classes = checkpoint["shape"], list(checkpoint["classes"])
     size = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]

@@ -1,9 +1,9 @@
-"""The network of airbench94 (Keller Jordan, 2404.00498, in airbench94_muon.py), which reaches 94 %
-on CIFAR-10 in eight epochs.
+"""The network of airbench94, which reaches 94 % on CIFAR-10 in eight epochs.
 
-The first convolution whitens patches of 2x2 px: `whitening` computes its filters from training
-images before the first step; of this layer only the bias trains. The other convolutions start as
-identities of their input, BatchNorms have no weights that train, and logits are scaled down.
+Source: Keller Jordan, 2404.00498, in airbench94_muon.py. The first convolution whitens patches of
+2x2 px. `whitening` computes its filters from training images before the first step; only the bias
+of this convolution is trained. The other convolutions start as identities of their input. The
+weights of BatchNorms are not trained. Logits are scaled down.
 """
 
 from collections import OrderedDict
@@ -23,11 +23,12 @@ SCALE = 1 / 9  # factor of the logits, which have no bias
 
 
 def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
-    """Return float64 filters [2 K, C, 2, 2], K = 4 C, that whiten patches of images.
+    """Compute filters, float64 [2 K, C, 2, 2] with K = 4 C, that whiten patches of 2x2 pixels.
 
-    The first K filters are the eigenvectors of the patches' second moments E[x x^T], the largest
-    eigenvalue first, each divided by the root of its eigenvalue + `eps`; the second K are their
-    negatives. The second moments of the first K outputs are the identity.
+    The first K filters are the eigenvectors of the second moments E[x x^T] of the patches x, the
+    one with the largest eigenvalue first. Each is divided by the root of its eigenvalue + `eps`, so
+    that the second moments of the K outputs are the identity, apart from `eps`. The other K filters
+    are the negatives of the first.
 
     Args:
         images: Batches of training images [n, C, H, W].
@@ -57,7 +58,7 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class ScaledPool(nn.Module):
-    """Global max pooling to [N, C, 1, 1], times SCALE.
+    """Global max pooling of maps [N, C, H, W] to [N, C, 1, 1], times SCALE.
 
     Adaptive pooling is not used, because its gradient is not deterministic on CUDA.
     """
@@ -67,7 +68,7 @@ class ScaledPool(nn.Module):
 
 
 class Airbench(nn.Module):
-    """The network's layers, which `Backbone.features` calls one after another."""
+    """The layers of airbench94's network. `Backbone.features` calls them one after another."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 """Description of a classifier's network: its stages, its first convolution and its head.
 
-To add a network, write a file with a `Backbone`, whose `network` builds it, as airbench.py does, and
-add it to `FAMILIES` in models/registry.py.
+To add a network, write a file that defines a `Backbone`, such as airbench.py; its field `network`
+is the function that builds the network. Then add the `Backbone` to `FAMILIES` in
+models/registry.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,8 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
 class Backbone:
     """Description of a family of networks by the names of their modules.
 
-    Freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export use nothing else.
+    Freezing, layer decay, splits, checkpointing, Grad-CAM, weights and export know a network only
+    by this description.
     """
 
     names: tuple[str, ...]  # the family's values of model.name
@@ -68,9 +70,9 @@ class Backbone:
     def build(
         self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False
     ) -> nn.Module:
-        """Return the network with initial weights.
+        """Build the network `name` with initial weights and return it.
 
-        Raises UserError for a stem or strides that the network cannot have.
+        Raises UserError if the network does not support `stem` or He's strides.
         """
         if stem != "imagenet" and not self.stems:
             raise UserError(
@@ -107,9 +109,9 @@ class Backbone:
         return network
 
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Return the modules of each block, from the images to the logits.
+        """Return a dict from block name to module names, ordered from the images to the logits.
 
-        Blocks are called `stem`, `layer1.0`, ..., `head`; the stage stands before the dot.
+        Blocks are called `stem`, `layer1.0`, ..., `head`. The part before the dot is the stage.
         """
         stem, *stages = self.stages
         blocks = {stem: self.stages[stem]}
@@ -127,7 +129,7 @@ class Backbone:
         return blocks | {"head": (self.head,)}
 
     def block_of(self, network: nn.Module) -> dict[str, str]:
-        """Return parameter name -> block name, ordered from images to logits."""
+        """Return a dict from parameter name to block name, ordered from images to logits."""
         block_of: dict[str, str] = {}
         for block, modules in self.blocks(network).items():
             for module in modules:
@@ -136,7 +138,7 @@ class Backbone:
         return block_of
 
     def published(self, name: str) -> dict[str, str]:
-        """Return name -> URL for the published weights of the network `name`."""
+        """Return the published weights of the network `name`: a dict from weights name to URL."""
         if self.files or self.network:
             return self.files(name) if self.files else {}
         # imported here: it takes 1.5 s, and a GAN's processes do not need it
@@ -147,10 +149,11 @@ class Backbone:
         }
 
     def images_of(self, name: str, file: str) -> tuple[int, int, str]:
-        """Return the side, shorter side and filter (see `images`) for the published weights.
+        """Return the sizes and the filter of images for published weights, as the field `images`.
 
-        For a network of torchvision, `file` names the weights; if it is unknown, the values of the
-        network's first weights are returned.
+        If `images` is None, `name` is a network of torchvision, and `file` is the file name of its
+        weights. torchvision then states the sizes and the filter. If it has no such file, those of
+        the network's first weights are returned.
         """
         if self.images is not None:
             return self.images
@@ -172,11 +175,12 @@ class Backbone:
 
         Args:
             network: The network; its head is not called.
-            x: Images [N, channels, H, W] as the first convolution takes them, or the output of the
-                first `begin` stages.
-            run: Calls a stage's modules, see `Run`.
+            x: Images [N, channels, H, W] as the first convolution takes them; if `begin` is above
+                0, the output of the first `begin` stages.
+            run: Function that calls the modules of a stage, see `Run`.
             begin: Number of stages that have been computed already.
-            end: If not None, return the output of the first `end` stages instead.
+            end: Number of stages; None for all. If it is below their total, return the output of
+                the first `end` stages instead of the features.
         """
         stages = list(self.stages.values())
         for names in stages[begin:end]:
@@ -187,14 +191,17 @@ class Backbone:
 
 
 class GlobalMean(nn.Module):
-    """Mean over the pixels, [N, C, H, W] -> [N, C, 1, 1], with fewer operators than torch's layer."""
+    """Mean over the pixels, [N, C, H, W] -> [N, C, 1, 1].
+
+    It needs fewer operators than torch's AdaptiveAvgPool2d.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3), keepdim=True)
 
 
 def in_turn(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Return the output of the modules, called one after another."""
+    """Call the modules one after another, starting with `x`, and return the last output."""
     for module in modules:
         x = module(x)
     return x
@@ -208,9 +215,9 @@ def make(name: str, **options: object) -> nn.Module:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Normalise images by ImageNet's mean and deviation, after repeating a grey channel.
+    """Normalise images [n, 1 or 3, H, W] in [0, 1] by ImageNet's mean and deviation.
 
-    [n, 1 or 3, H, W] in [0, 1] -> [n, 3, H, W].
+    Grey is first repeated to three channels; the result is [n, 3, H, W].
     """
     mean = images.new_tensor(MEAN).view(3, 1, 1)
     std = images.new_tensor(STD).view(3, 1, 1)
@@ -218,9 +225,10 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def _first(old: nn.Conv2d, channels: int, stem: str) -> nn.Conv2d:
-    """Return a new first convolution for `channels` channels, 3x3 for the stems of small images.
+    """Return a first convolution for `channels` channels, to replace the convolution `old`.
 
-    The weights are initialised as in He's ResNets.
+    It has the geometry of `old` for the stem "imagenet", and 3x3 kernels for the stems of small
+    images. The weights are initialised as in He's ResNets.
     """
     width = old.out_channels
     has_bias = old.bias is not None

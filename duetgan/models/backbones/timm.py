@@ -15,13 +15,13 @@ PREFIX = "timm:"
 
 
 class TimmBackbone(Backbone):
-    """A network as timm describes it (`group_matcher`, `pretrained_cfg`).
+    """Backbone of a timm network, made from timm's description (`group_matcher`, `pretrained_cfg`).
 
     timm does not describe the order in which modules are called, so stages cannot run one by one.
     """
 
     def block_of(self, network: Any) -> dict[str, str]:
-        """Return parameter name -> name of its block, ordered from the images to the logits."""
+        """Return a dict from parameter name to block name, ordered from images to logits."""
         group = importlib.import_module("timm.models").group_parameters
         stages = group(network, network.group_matcher(coarse=True), reverse=True)
         blocks = group(network, network.group_matcher(coarse=False), reverse=True)
@@ -39,16 +39,19 @@ class TimmBackbone(Backbone):
     def features(
         self, network: Any, x: Tensor, _run: object, begin: int = 0, end: int | None = None
     ) -> Tensor:
-        """Return the features [N, F] of images `x`; if `begin` is not 0, `x` is the features."""
+        """Return the features [N, F] of images `x`.
+
+        If `begin` is not 0, `x` are the features already, and they are returned.
+        """
         return x if begin else network.forward_head(network.forward_features(x), pre_logits=True)
 
 
 @functools.cache
 def timm_backbone(name: str) -> TimmBackbone:
-    """Return the description of `timm:NAME`.
+    """Return the description of the network `name`, which has the form `timm:NAME`.
 
-    Raises UserError without timm, for an unknown name, and for a network that timm does not
-    describe or that has no single linear head.
+    Raises UserError if timm is not installed, does not know or not describe the network, or if the
+    network's head is not a single linear layer.
     """
     with torch.device("meta"):
         network = _create(name)

@@ -6,10 +6,11 @@ from duetgan.models.backbones.base import Backbone
 
 
 def he_strides(network: Any) -> bool:
-    """Move each stage's stride of 2 from conv2 to conv1, as in He's original bottlenecks.
+    """Move the stride of 2 of each stage from the 3x3 to the first 1x1 convolution of a bottleneck.
 
-    He's have the stride in the first 1x1 convolution, torchvision's in the 3x3 one. Returns False,
-    without a change, for a network of basic blocks.
+    torchvision has the stride in the 3x3 convolution (conv2), He's original ResNets have it in the
+    1x1 convolution (conv1). Returns True; for a network of basic blocks, changes nothing and
+    returns False.
     """
     if not hasattr(network.layer2[0], "conv3"):
         return False

@@ -24,7 +24,7 @@ ACTIVATION_GAIN = math.sqrt(2)
 
 
 def normalize_second_moment(x: Tensor) -> Tensor:
-    """Scale `x` [N, F, ...] to unit mean square over F (StyleGAN2, mapping network's input)."""
+    """Scale `x` [N, F, ...] to unit mean square over F, as StyleGAN2 does with its input z."""
     return x * torch.rsqrt(x.square().mean(dim=1, keepdim=True) + 1e-8)
 
 
@@ -32,11 +32,11 @@ Parameters = dict[str, Tensor]  # parameters of a layer by name, times their gai
 
 
 class Equalized(nn.Module):
-    """Base class of layers with equalised learning rate: each pass multiplies parameters by gains."""
+    """Base class of layers with equalised learning rate: passes multiply parameters by gains."""
 
     gains: dict[str, float]  # names of the parameters, and their gains
     precision: LayerPrecision | None = None  # None: the layer runs without autocast
-    # In a block of `scaled_together`: the results that calls of `scaled_parameters` return in turn.
+    # Inside `scaled_together`: the products that calls of `scaled_parameters` return alternately.
     ready: deque[Parameters] | None = None
 
     def scaled_parameters(self, dtype: torch.dtype) -> Parameters:
@@ -59,13 +59,13 @@ def _by_layer(layers: Sequence[Equalized], tensors: Iterable[Tensor]) -> list[Pa
 
 @contextlib.contextmanager
 def scaled_together(network: nn.Module) -> Iterator[None]:
-    """Multiply the parameters of all layers by their gains once, for all passes inside the context.
+    """Multiply all layers' parameters by their gains once, for all passes inside the block.
 
-    The parameters must not change inside. Each pass uses one of two copies of the products, in
-    turn, so that one operator adds the gradients of two passes. With several processes there is one
-    multiplication for each child of the network (an entry of a list counts as a child), so that its
-    gradients are sent while the backward pass goes on. Layers inside of an outer context keep its
-    products.
+    The parameters must not change inside the block. Passes use two copies of the products
+    alternately, so that one operator adds the gradients of two passes. With several processes, the
+    parameters of each child of the network (or entry of a list of children) are multiplied
+    separately, so that their gradients can be sent while the backward pass goes on. If blocks are
+    nested, layers of the outer block keep its products in the inner one.
     """
     is_single = collectives.world_size() == 1
     groups: dict[object, tuple[torch.dtype, list[Equalized]]] = {}
@@ -92,8 +92,8 @@ class EqualizedLinear(Equalized):
     """Fully connected layer with equalised learning rate, [N, in_features] -> [N, out_features].
 
     The weight starts as N(0, 1) / lr_multiplier. Each pass multiplies it by lr_multiplier /
-    sqrt(in_features), and the bias by lr_multiplier. With `activation` the output is leaky_relu *
-    sqrt(2). `gain` scales the output.
+    sqrt(in_features), and the bias by lr_multiplier. If `activation` is True, a leaky ReLU follows,
+    and its output is multiplied by sqrt(2). `gain` scales the output.
     """
 
     def __init__(
@@ -120,11 +120,12 @@ class EqualizedLinear(Equalized):
 
 
 class EqualizedConv2d(Equalized):
-    """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
+    """Convolution with equalised learning rate, optionally with downsampling before it.
 
-    Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
-    `gain` scales the output (sqrt(0.5) on residual branches). To save an operation, `gain` and the
-    activation's gain are multiplied into the weights and the bias. Without `precision` the layer
+    The input is [N, in_channels, H, W]; the output is [N, out_channels, H, W]. If `downsample` is
+    True, H and W are halved by FIR downsampling. If not switched off, a bias, a leaky ReLU and a
+    factor sqrt(2) follow. `gain` also scales the output (sqrt(0.5) on residual branches). To save
+    an operation, both factors are multiplied into weights and bias. Without `precision` the layer
     must run without autocast.
     """
 
@@ -177,7 +178,7 @@ def clamped(x: Tensor, limit: float | None) -> Tensor:
 def activated_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, limit: float | None = None
 ) -> Tensor:
-    """Return `convolve`'s output after a leaky ReLU and a clamp to +-limit."""
+    """Return `convolve`'s output after a leaky ReLU, clamped to +-limit if a limit is given."""
     if bias is not None and uses_kernels(x):
         x = convolve(x, weight, None, geometry)
         return fused.Activation.apply(x, None, bias, None, limit)
@@ -217,10 +218,9 @@ def scaled_activation(
 ) -> Tensor:
     """Return leaky_relu(x * scale + bias + noise), the step after a modulated convolution.
 
-    The output is clamped to +-limit if a limit is given.
-
-    The backward pass needs only the inputs and the output. Differentiable any number of times;
-    autograd's derivative of addcmul would pass over the image once more.
+    The output is clamped to +-limit if a limit is given. The function can be differentiated twice.
+    Its backward pass needs only the inputs and the output, and passes over the image once less than
+    autograd's derivative of addcmul.
 
     Args:
         x: [N, C, H, W].
@@ -238,9 +238,9 @@ def scaled_activation(
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
-    """Return the 1x1 convolution of each sample with its own filters, in the memory format of `x`.
+    """Apply a 1x1 convolution to `x` [N, I, H, W], with different filters for each sample.
 
-    x [N, I, H, W], filters [N, O, I] -> [N, O, H, W].
+    `filters` are [N, O, I]. The output [N, O, H, W] has the memory format of `x`.
     """
     # The product has the memory format of x, so that its gradient has it, too.
     if x.is_contiguous(memory_format=torch.channels_last):
@@ -269,7 +269,7 @@ _kernels: dict[_KernelKey, Tensor] = {}
 def fir_kernel(channels: int, gain: float, x: Tensor) -> Tensor:
     """Return a depthwise kernel [channels, 1, k, k] in the dtype and on the device of `x`.
 
-    The kernel is the outer product of TAPS with themselves, scaled to sum to `gain`.
+    The kernel is the outer product of TAPS with itself, scaled so that its sum is `gain`.
     """
     make = _make_kernel if torch.compiler.is_dynamo_compiling() else constant_kernel
     return make(gain, x.dtype, x.device).expand(channels, 1, -1, -1)
@@ -278,15 +278,15 @@ def fir_kernel(channels: int, gain: float, x: Tensor) -> Tensor:
 def _make_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a copy.
 
-    Compiled graphs make the kernel in each pass, because a cached kernel would add guards, and
-    torch 2.11 accepts only one constant in a graph.
+    Compiled graphs make the kernel in each pass: a cached kernel would add guards, and torch 2.11
+    accepts only one constant in a graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in TAPS])
     return (torch.outer(line, line) * (gain / sum(TAPS) ** 2))[None, None]
 
 
 def constant_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the kernel of `_make_kernel`, cached."""
+    """Return a kernel like `_make_kernel`, but make it only once and cache it."""
     key = (gain, dtype, device)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -300,9 +300,9 @@ def constant_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Te
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     """Resample `x` [N, C, H, W] with the FIR low-pass; `kind` is blur, down or up.
 
-    Upsampling with gain 4 equals bilinear interpolation, except in the outermost rows and columns,
-    beyond which the filter reads zeros. A depthwise transposed convolution would be 3 (fp32) to 40
-    (bf16) times slower on the CPU.
+    Upsampling is bilinear interpolation times gain / 4, except in the outermost rows and columns,
+    where the filter reads zeros beyond the border. A depthwise transposed convolution would be 3
+    (fp32) to 40 (bf16) times slower on the CPU.
     """
     if uses_kernels(x):
         return fused.kernels().fir(x, kind, gain, padding)
@@ -330,8 +330,9 @@ def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 def uses_sums(x: Tensor) -> bool:
     """Return True if a sum of shifted images is faster for `x` than a depthwise convolution.
 
-    On CUDA it is, above all with torch.compile, which fuses the sum: cuDNN has no kernel for 4x4
-    depthwise filters, which took 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md).
+    It is faster on CUDA, because cuDNN has no kernel for 4x4 depthwise filters: such convolutions
+    took 70 % of StyleGAN2's step on an H200 (docs/measurements/gpu.md). torch.compile also fuses
+    the sum.
     """
     return x.is_cuda
 
@@ -358,7 +359,7 @@ def _resample(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 
 
 def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
-    """Apply the FIR low-pass with zero padding of 0 to 3 px.
+    """Apply the FIR low-pass, with taps that add up to `gain` and zero padding of 0 to 3 px.
 
     [N, C, H, W] -> [N, C, H + 2 padding - 3, W + 2 padding - 3].
     """
@@ -366,7 +367,10 @@ def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
 
 
 def downsample_fir(x: Tensor) -> Tensor:
-    """Halve even H and W after the FIR, zero padding: [N, C, H, W] -> [N, C, H/2, W/2]."""
+    """Apply the FIR low-pass with zero padding, then halve H and W, which must be even.
+
+    [N, C, H, W] -> [N, C, H/2, W/2].
+    """
     return _resample(x, "down", 1.0, 1)
 
 
@@ -382,5 +386,5 @@ def upsample_fir(x: Tensor) -> Tensor:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    """Return True if the kernels of `fused` are used for an image."""
+    """Return True if the CUDA kernels of `fused` are used for the images `x`."""
     return fused.can_use(x) and not fused.problem(x.device)

@@ -1,12 +1,14 @@
 """Convolutions with fast second derivatives.
 
 Gradient penalties differentiate a network's gradient. Autograd's second derivative of a convolution
-is a convolution with filters as large as the image, and for grouped ones a loop over the groups: on
-the CPU 2 times slower than necessary for grouped and 80 times for depthwise convolutions; on an
-H200 it takes half the time of StyleGAN2's penalties. Every derivative of a convolution is one of
-three operations: a convolution, its gradient for the input, its gradient for the weight. Here the
-input and the weight have separate autograd nodes, because a node written in Python computes all its
-gradients, and the inner gradient of a penalty needs none for weights.
+is a convolution with filters as large as the image; for grouped convolutions it is a loop over the
+groups. On the CPU it is 2 times slower than necessary for grouped and 80 times for depthwise
+convolutions. On an H200 it takes half the time of StyleGAN2's penalties.
+
+Every derivative of a convolution is one of three operations: a convolution, its gradient for the
+input, and its gradient for the weight. Here the input and the weight have separate autograd nodes.
+A single node written in Python would compute both gradients, but the inner gradient of a penalty
+needs none for weights.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ def penalised(on: bool = True) -> Iterator[None]:
 
 
 def is_penalised() -> bool:
-    """Return True inside a block of `penalised`."""
+    """Return True inside a block of `penalised` whose `on` is True."""
     return _penalised
 
 
@@ -67,7 +69,7 @@ class Context(Protocol):
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that convolutions of `x` run in: autocast's if that is on, else x's."""
+    """Return the dtype in which convolutions of `x` run: autocast's if it is on, else x's."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -84,7 +86,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry)
 
     Args:
         x: [N, I, H, W].
-        weight: [O, I / groups, k, k], or transposed [I, O / groups, k, k].
+        weight: [O, I / groups, k, k]; for a transposed convolution [I, O / groups, k, k].
         bias: [O] or None.
     """
     # Compiled and traced graphs have no second derivatives.
@@ -122,10 +124,10 @@ class _InputPath(torch.autograd.Function):
 
 
 class _WeightPath(torch.autograd.Function):
-    """Zeros in the shape of the convolution's output, with gradients for weight and bias only.
+    """Function that returns zeros in the shape of a convolution's output, to pass gradients on.
 
-    x comes in a tuple, which hides it from autograd: as an input it would connect this node to the
-    image.
+    It passes gradients to the weight and the bias only. x comes in a tuple, which hides it from
+    autograd: as an input it would connect this node to the image.
     """
 
     @staticmethod
@@ -155,7 +157,10 @@ class _WeightPath(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Output of `_InputPath` with both paths' gradients; a sum would pass over the image again."""
+    """Function that returns the output of `_InputPath` and passes its gradient to both paths.
+
+    Adding the zeros of `_WeightPath` would do the same, but pass over the image once more.
+    """
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, _zeros: Tensor) -> Tensor:
@@ -168,10 +173,11 @@ class _Joined(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """Gradient of <grad, convolution> for `target`: the input x if `for_input`, else the weight.
+    """Gradient of a convolution with respect to its input if `for_input`, else to its weight.
 
-    The gradient is bilinear in `grad` and `factor`; `factor` is the weight if `for_input`, else x.
-    Only the shape and the memory format of `target` matter.
+    `grad` is the gradient for the convolution's output. `factor` is the weight if `for_input`, else
+    the input. `target` is the tensor whose gradient is computed; only its shape and memory format
+    matter. The result is bilinear in `grad` and `factor`.
     """
 
     @staticmethod

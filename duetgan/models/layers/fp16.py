@@ -1,7 +1,8 @@
 """Precision of layers under fp16 autocast (2006.06676, appendix on mixed precision).
 
-Styles and weights are first divided by their largest magnitude, and the outputs of convolutions are
-clamped, as in NVIDIA's networks; ToRGB's upsampled sum and the discriminator's skip are not.
+As in NVIDIA's networks, styles and weights are divided by their largest magnitude, and the outputs
+of convolutions are clamped. Two tensors are not clamped: the sum of ToRGB's outputs over the
+resolutions, and the output of the discriminator's skip connection.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,8 @@ class Fp16Config(Config):
 class LayerPrecision:
     """Precision of the layers of `size` px in a network of `resolution` px under fp16 autocast.
 
-    The largest resolutions, from 8 px up, run in fp16, the others in fp32.
+    The `fp16_resolutions` largest resolutions run in fp16 if they have at least 8 px; the others
+    run in fp32.
     """
 
     def __init__(self, config: Fp16Config, size: int, resolution: int) -> None:
@@ -40,16 +42,16 @@ class LayerPrecision:
         self.is_half = size >= max(8, 2 * resolution >> config.fp16_resolutions)
 
     def clamp(self, x: Tensor) -> float | None:
-        """Return the limit of convolutions' outputs for an input `x`, or None for no clamp.
+        """Return the limit to which outputs of convolutions of `x` are clamped; None for no clamp.
 
-        fp32 resolutions are clamped, too, because their output enters the first fp16 resolution.
+        Resolutions in fp32 are clamped, too, because their output enters the first fp16 resolution.
         """
         config = self.config
         uses_fp16 = config.fp16_resolutions > 0 and compute_dtype(x) == torch.float16
         return config.conv_clamp if config.clamp_always or uses_fp16 else None
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """Return the dtype of convolutions of `x` at this resolution."""
+        """Return the dtype in which convolutions of `x` run at this resolution."""
         dtype = compute_dtype(x)
         return x.dtype if dtype == torch.float16 and not self.is_half else dtype
 
@@ -67,14 +69,15 @@ class LayerPrecision:
 def normalised_for_fp16(
     style: Tensor, weight: Tensor, scale: Tensor | None, weight_gain: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide each sample's style [N, I] and each filter by its max norm.
+    """Divide each sample's style [N, I] and each filter by its norm, the largest magnitude in it.
 
     With inputs within +-256 no product exceeds fp16's range. The scaled output does not depend on
     the norms, so gradients treat them as constants.
 
     Returns:
-        Style [N, I]; weight [O, I, k, k] times `weight_gain`; and the output's scale [N, O], which
-        restores the norms and, if `scale` is given, applies it and undoes `weight_gain`.
+        The divided style [N, I]; the divided weight [O, I, k, k], times `weight_gain`; and the
+            factor [N, O] of the convolution's output. The factor is the product of both norms, and
+            if `scale` is given it is also multiplied by scale / weight_gain.
     """
     style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
     weight_norm = weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]

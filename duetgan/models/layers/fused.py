@@ -1,8 +1,8 @@
-"""Fused kernels for CUDA: where they are used, and the autograd functions of the activation.
+"""Use of the fused CUDA kernels in `triton_kernels`, and autograd functions of the activation.
 
-The kernels (`triton_kernels`) replace FIR resampling and the activation after a convolution, for
-which torch's operators pass over the image several times. On other devices, without Triton, in
-graphs of torch.compile and in exports the plain code of `duetgan.models.layers` runs.
+The kernels replace FIR resampling and the activation after a convolution, for which torch's
+operators pass over the image several times. The plain code of `duetgan.models.layers` runs instead
+on other devices, without Triton, in graphs of torch.compile and in exports.
 """
 
 import functools
@@ -28,7 +28,10 @@ def kernels() -> ModuleType:
 
 
 def can_use(x: Tensor) -> bool:
-    """Return True if the kernels may be used for an image, provided that they run on its device."""
+    """Return True if `x` is a CUDA tensor, `setting` is "auto", and no graph is being recorded.
+
+    `problem` tells whether the kernels run on the device of `x`.
+    """
     # The tensors that exports and compilers trace have no memory.
     is_real = type(x) is Tensor and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
     return setting == "auto" and x.is_cuda and is_real
@@ -50,16 +53,16 @@ def problem(device: torch.device) -> str:
 
 
 def describe(device: torch.device) -> str:
-    """Name the kernels that GANs use on a device, with the reason if they are not Triton's."""
+    """Return "Triton" if GANs use the kernels on a device, else "plain" and the reason."""
     reason = "kernels is off" if setting == "off" else problem(device)
     return f"plain, because {reason}" if reason else "Triton"
 
 
 class Activation(torch.autograd.Function):
-    """clamp(leaky_relu(x scale + bias + noise)) in one kernel, twice differentiable.
+    """Autograd function clamp(leaky_relu(x scale + bias + noise)), computed by one kernel.
 
-    Without a scale the output overwrites x if x is dense. The shapes are those of
-    `layers.scaled_activation`.
+    It can be differentiated twice. If `scale` is None, the output overwrites x, provided that x is
+    dense. The shapes are those of `layers.scaled_activation`.
     """
 
     @staticmethod
@@ -87,7 +90,10 @@ class Activation(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of `Activation` for x, scale, bias and noise, computed from its output y."""
+    """Autograd function that computes the gradients of `Activation` for x, scale, bias and noise.
+
+    `y` is the output of `Activation`.
+    """
 
     @staticmethod
     def forward(

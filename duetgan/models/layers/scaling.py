@@ -1,10 +1,11 @@
-"""Operations on the parameters of several layers at once: gains and casts, affine layers,
-demodulation; and the standard deviation of groups.
+"""Operations on the parameters of several layers at once, and the standard deviation of groups.
 
-A GPU waits for the host where a step has many small operators (docs/measurements/operators.md). The
-autograd functions here have derivatives with fewer operators than those that autograd derives from
-the formulas. They can be differentiated any number of times: quantities that are neither inputs nor
-outputs are computed again where a derivative will itself be differentiated.
+The operations are gains, casts, affine layers and demodulation. A GPU waits for the host where a
+step has many small operators (docs/measurements/operators.md). The autograd functions here have
+derivatives with fewer operators than those that autograd derives from the formulas. They can be
+differentiated any number of times. Where a backward pass will be differentiated again, it computes
+intermediate values anew from the inputs, because autograd cannot differentiate values that were
+stored in the forward pass.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ EPSILON = 1e-8
 
 
 def is_plain() -> bool:
-    """Return True while a graph is recorded, which needs operators that exports know."""
+    """Return True while torch.compile or torch.jit records a graph.
+
+    Graphs must consist of operators that exports know, so the custom functions here are not used.
+    """
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -40,7 +44,10 @@ class _Twice(torch.autograd.Function):
 
 
 def twice(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors twice; one operator adds the gradients of both uses."""
+    """Return the list of tensors two times, for two uses.
+
+    One operator adds the gradients of both uses for all tensors.
+    """
     if is_plain():
         return list(tensors), list(tensors)
     results = _Twice.apply(*tensors)
@@ -51,7 +58,10 @@ def twice(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 class _Scaled(torch.autograd.Function):
-    """Tensors of one dtype times numbers, as `dtype`; the derivative is the same function."""
+    """Autograd function that multiplies tensors of one dtype by numbers and casts them to `dtype`.
+
+    The derivative is the same function.
+    """
 
     @staticmethod
     def forward(
@@ -86,7 +96,7 @@ def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]
 def scaled(
     tensors: Sequence[Tensor], gains: Sequence[float] | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return tensors of one dtype, each multiplied by its gain if there are gains, as `dtype`."""
+    """Multiply tensors of one dtype by their gains, if any, and cast them to `dtype`."""
     if not tensors or (gains is None and tensors[0].dtype == dtype):
         return list(tensors)
     if is_plain():
@@ -96,7 +106,7 @@ def scaled(
 
 
 def cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Return each tensor as its dtype, with one operator for all tensors of a dtype."""
+    """Cast each tensor to its dtype in `dtypes`, with one operator for each of the dtypes."""
     results = list(tensors)
     for dtype in set(dtypes):
         numbers = [n for n, t in enumerate(tensors) if dtypes[n] == dtype != t.dtype]
@@ -122,7 +132,7 @@ class _ScaledNoise(torch.autograd.Function):
 
 
 def scaled_noise(maps: Sequence[Tensor], strengths: Sequence[Tensor]) -> list[Tensor]:
-    """Return noise maps, which have no gradients, times their strengths [], which may have some."""
+    """Multiply each noise map by its strength, a 0-d tensor. Only the strengths get gradients."""
     if is_plain():
         return [noise * strength for noise, strength in zip(maps, strengths, strict=True)]
     return list(_ScaledNoise.apply(list(maps), *strengths))
@@ -132,7 +142,10 @@ def scaled_noise(maps: Sequence[Tensor], strengths: Sequence[Tensor]) -> list[Te
 
 
 class _Stacked(torch.autograd.Function):
-    """Matrices in the corners of a tensor of zeros; the derivative is `_Corners`."""
+    """Autograd function that puts matrices into the corners of a tensor of zeros, see `stacked`.
+
+    The derivative is `_Corners`.
+    """
 
     @staticmethod
     def forward(ctx: Any, size: torch.Size, *matrices: Tensor | None) -> Tensor:
@@ -149,7 +162,10 @@ class _Stacked(torch.autograd.Function):
 
 
 class _Corners(torch.autograd.Function):
-    """Matrices of the given shapes from a stack; the derivative is `_Stacked`."""
+    """Autograd function that takes matrices out of the corners of a stack, see `corners`.
+
+    The derivative is `_Stacked`.
+    """
 
     @staticmethod
     def forward(ctx: Any, stack: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor | None, ...]:
@@ -165,7 +181,10 @@ class _Corners(torch.autograd.Function):
 
 
 def _corners(stack: Tensor, shapes: Sequence[torch.Size | None]) -> list[Tensor | None]:
-    """Return views of a stack, of the given shapes; None where a shape is None."""
+    """Return a view of the top left corner of each matrix in `stack`, in the given shape.
+
+    If a shape is None, so is the entry of the result.
+    """
     return [
         None if shape is None else matrix[: shape[0], : shape[1]]
         for matrix, shape in zip(stack.unbind(), shapes, strict=True)
@@ -173,7 +192,10 @@ def _corners(stack: Tensor, shapes: Sequence[torch.Size | None]) -> list[Tensor 
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices [r, c] of several sizes in one tensor [n, max r, max c], filled with zeros."""
+    """Put n matrices of several sizes into one tensor [n, rows, columns], padded with zeros.
+
+    rows and columns are the largest of all matrices. Each matrix is in the top left corner.
+    """
     rows = max(matrix.shape[0] for matrix in matrices)
     columns = max(matrix.shape[1] for matrix in matrices)
     if is_plain():
@@ -184,7 +206,7 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 
 def corners(stack: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the matrices of the given shapes from a tensor like that of `stacked`."""
+    """Undo `stacked`: take matrices of the given shapes out of the corners of `stack`."""
     if is_plain():
         return [matrix[:r, :c] for matrix, (r, c) in zip(stack.unbind(), shapes, strict=True)]
     return list(_Corners.apply(stack, [torch.Size(shape) for shape in shapes]))
@@ -216,7 +238,11 @@ def _deviations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_std(x: Tensor) -> Tensor:
-    """Return sqrt(var + 1e-8) over groups, averaged: [groups, samples, C, H, W] -> [groups]."""
+    """Return the standard deviation within each group, averaged over C, H and W.
+
+    `x` is [groups, samples, C, H, W], the result [groups]. The deviation is sqrt(var + 1e-8), with
+    the variance over the samples of the group.
+    """
     return _deviations(x)[1].mean(dim=(1, 2, 3)) if is_plain() else _GroupStd.apply(x)
 
 
@@ -258,7 +284,10 @@ class _Demodulated(torch.autograd.Function):
 
 
 def _squares(styles: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the squares of styles [L, N, I] and of filters, summed over pixels [L, O, I]."""
+    """Return the squares of `styles` [L, N, I], and the summed squares of filters [L, O, I].
+
+    The squares of a filter are summed over its pixels.
+    """
     if is_plain():
         squares = tuple(weight.square() for weight in weights)
     else:
@@ -267,7 +296,10 @@ def _squares(styles: Tensor, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tenso
 
 
 def _energies(squares: tuple[Tensor, Tensor], weights: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the sums [N, O] of (weight * style)^2 of each convolution."""
+    """Return for each convolution the sums [N, O] of (weight * style)^2.
+
+    `squares` is the result of `_squares`.
+    """
     energies = squares[0] @ squares[1].mT
     return corners(energies, [(energies.shape[1], len(weight)) for weight in weights])
 
@@ -275,13 +307,15 @@ def _energies(squares: tuple[Tensor, Tensor], weights: tuple[Tensor, ...]) -> li
 def demodulated(
     styles: Tensor, weights: Sequence[Tensor], gain: float, epsilons: Sequence[float]
 ) -> list[Tensor]:
-    """Return gain / sqrt(sum (weight * style)^2 + epsilon), [N, O], of each of L convolutions.
+    """Return gain / sqrt(sum((weight * style)^2) + epsilon), [N, O], for each of L convolutions.
+
+    The sum is over the inputs and pixels of a filter.
 
     Args:
         styles: [L, N, I], see `stacked`.
         weights: Filters [O, I, k, k] of each convolution.
         gain: Factor of the coefficients.
-        epsilons: Lower bounds of the sums over inputs and pixels of a filter.
+        epsilons: The number epsilon of each convolution.
     """
     if not is_plain():
         return list(_Demodulated.apply(styles, gain, epsilons, *weights))

@@ -19,18 +19,18 @@ from duetgan.models.layers.scaling import group_std
 
 
 def channels_at(resolution: int, base: int, maximum: int) -> int:
-    """Return the channels at a resolution: min(base / resolution, maximum), but at least 1.
+    """Return the number of channels at a resolution: min(base / resolution, maximum), at least 1.
 
-    The resolution is rounded down to a power of two.
+    The resolution is first rounded down to a power of two.
     """
     return max(1, min(base // floor_to_two(resolution), maximum))
 
 
 class MappingNetwork(nn.Module):
-    """Mapping network: z [N, z_dim] and labels [N] (int64) -> w [N, w_dim].
+    """StyleGAN2's mapping network: z [N, z_dim] and labels [N] (int64) -> w [N, w_dim].
 
-    z and the embedded label are each normalised to unit second moment and concatenated. The network
-    runs without autocast, in the precision of its parameters.
+    z and the label's embedding are each normalised to unit mean square, then concatenated. The
+    network runs without autocast, in the precision of its parameters.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class FromRGB(EqualizedConv2d):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two 3x3 convolutions, the second of which halves H and W, and if `residual` a 1x1 skip.
+    """Two 3x3 convolutions, of which the second halves H and W, and if `residual` a 1x1 skip.
 
-    With the skip, both branches are multiplied by sqrt(0.5), and so is the clamp of the second
-    convolution. The skip's output is not clamped, as in NVIDIA's code.
+    The outputs of both branches are then multiplied by sqrt(0.5), and so is the clamp of the second
+    convolution. The output of the skip is not clamped, as in NVIDIA's code.
     """
 
     def __init__(
@@ -106,14 +106,15 @@ class DiscriminatorBlock(nn.Module):
 
 
 def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
-    """Append to `x` a map with the standard deviation over groups of samples.
+    """Append to `x` [N, C, H, W] a channel with the standard deviation over a group of samples.
 
-    The map is sqrt(var + 1e-8), averaged over channels and pixels: [N, C, H, W] -> [N, C + 1, H, W].
+    The value is sqrt(var + 1e-8), averaged over channels and pixels. The result is [N, C + 1, H,
+    W].
 
     Args:
-        group: Number of consecutive samples of a group.
-        strided: Group j has the samples j, j + N / group, j + 2 N / group, ... instead, as in
-            NVIDIA's code.
+        group: Number of samples in a group. Groups are of consecutive samples.
+        strided: If True, group j has the samples j, j + N / group, j + 2 N / group, ... instead, as
+            in NVIDIA's code.
 
     Raises:
         ValueError: N is no multiple of `group`.

@@ -2,8 +2,9 @@
 """Triton kernels of FIR resampling and of the activation after a convolution, and their launches.
 
 Each kernel reads and writes an image once; sums are computed in fp32, or fp64 for float64. The
-kernels neither wait nor draw random numbers, so that CUDA graphs can capture them after a first
-call, which compiles them. Images are [N, C, H, W] in either memory format, which results keep.
+first call of a kernel compiles it. Later calls neither wait nor draw random numbers, so CUDA graphs
+can capture them. Images are [N, C, H, W], contiguous or channels_last; results have the same memory
+format.
 """
 
 import torch
@@ -96,7 +97,7 @@ def _add(a, b):
 
 @triton.jit
 def _derivative(value, y, slope: tl.constexpr, limit: tl.constexpr):
-    # The activation's derivative where its output is y, times `value`.
+    # Return `value` times the activation's derivative at the point where its output is y.
     value = tl.where(y > 0, value, value * slope)
     if limit is not None:
         value = tl.where(tl.abs(y) < limit, value, 0.0)
@@ -128,10 +129,10 @@ def _activation(
     c_block: tl.constexpr,
     p_block: tl.constexpr,
 ):
-    # z = x scale + second second_scale + bias + noise; without a pointer its term is left out.
-    # The output is the activation of z, or with `y_ptr`, an output of the activation, z times the
-    # derivative there. The sums are those of h second over pixels, of h over pixels and of h over
-    # channels, where h is x times the derivative.
+    # z = x * scale + second * second_scale + bias + noise; a term without a pointer is left out.
+    # Without `y_ptr` the output is the activation of z. If `y_ptr` points to an output y of the
+    # activation, the output is z times the activation's derivative at y. Let h be x times this
+    # derivative. The three sums are h * second over pixels, h over pixels, and h over channels.
     dtype: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     parts = (channels + c_block - 1) // c_block
     chunks = (pixels + tiles * p_block - 1) // (tiles * p_block)
@@ -198,12 +199,12 @@ def activation(
     y: Tensor | None = None,
     sums: tuple[bool, ...] = (False, False, False),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return clamp(leaky_relu(x scale + bias + noise)), and a gradient or None for each of `sums`.
+    """Return clamp(leaky_relu(x scale + bias + noise)), and three gradients or None (see `sums`).
 
-    `_activation` defines the results with the optional arguments.
+    The comment in `_activation` defines the results with the optional arguments.
 
     Args:
-        x: [N, C, H, W]; None leaves the term out, like None for each of the other tensors.
+        x: [N, C, H, W]. None leaves the term out; so does None for each of the other tensors.
         scale: [N, C, 1, 1].
         bias: [C].
         noise: [N or 1, 1, H, W].
@@ -211,8 +212,10 @@ def activation(
         out: `x`, to overwrite it if it is dense.
         second: [N, C, H, W].
         second_scale: [N, C, 1, 1].
-        y: Output [N, C, H, W] of an activation, whose derivative replaces the activation.
-        sums: True to return the gradient for the scale of `second`, for the bias, for noise.
+        y: Output [N, C, H, W] of an activation. If given, multiply by the derivative of that
+            activation instead of applying an activation.
+        sums: Three flags: True to return the gradient for the scale of `second`, for the bias, and
+            for the noise.
     """
     image = x if y is None else y
     assert image is not None
