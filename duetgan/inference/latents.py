@@ -55,7 +55,7 @@ def write_latents(
     The tensors are `w` [w_dim] and `w+` [num_ws, w_dim], if `spaces` has them. Noise maps [1, 1, h,
     w] are stored as `SPACE.noise.LAYER`, unless the noise is the name of a mode. The file's
     metadata are the entries of `metadata`, and `network`, the fingerprint of the generator.
-    `read_latents` needs the entries `noise`, the noise mode, and `class`, the name of the class of
+    `read_latents` uses the entries `noise`, the noise mode, and `class`, the class name of
     `Latents.label`.
     """
     tensors = {}

@@ -139,7 +139,7 @@ def save_maps(
 ) -> None:
     """Write a PNG file for each of `images` [n, C, H, W]: the image next to its Grad-CAM map.
 
-    `files` are the paths of the PNG files, `probabilities` [n, K] those of the images' classes.
+    `files` are the paths of the PNG files. `probabilities` [n, K] are the predictions.
     """
     predicted = probabilities.argmax(1)
     labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)

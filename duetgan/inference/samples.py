@@ -206,9 +206,9 @@ def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
     """Return the labels of the classes that the option --classes selects.
 
-    `names` is "all" or class names with commas in between. Of all classes, only the first `most`
-    are selected. Raises UserError for an unknown or a repeated class, and for any name if `classes`
-    is empty.
+    `names` is class names with commas in between, or "all", which selects the first `most` classes
+    or, if `most` is None, all. Raises UserError for an unknown or a repeated class, and for any
+    name if `classes` is empty.
     """
     if names == "all":
         return list(range(len(classes)))[:most]

@@ -139,7 +139,7 @@ def _dense(x: Tensor, model: Tensor) -> Tensor:
 
 
 class _Synchronised(torch.autograd.Function):
-    """Autograd function of torch's SyncBatchNorm, but only for ranks that all have samples.
+    """Autograd function like that of torch's SyncBatchNorm, but every rank must have samples.
 
     torch also supports ranks without samples. It removes their statistics by a mask, and the host
     must wait for the mask.

@@ -54,7 +54,7 @@ def copy_by_name(
     names: Sequence[str],
     source_names: Sequence[str],
 ) -> Tensor:
-    """Return a copy of `target` in which the classes that both networks have come from `source`.
+    """Return a copy of `target` with slices of `source` for the classes that both networks have.
 
     Return `source` itself if the shapes of the tensors differ in more than the number of classes.
 

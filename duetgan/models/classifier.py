@@ -105,8 +105,8 @@ class Classifier(ImageNetwork):
     """Classifier that maps images [N, channels, H, W] in [-1, 1] to logits [N, classes].
 
     `forward` itself scales the images to `input_size` and normalises them. `features` returns the
-    features [N, F] that the head takes. The name of a parameter is `network.` and its name in the
-    backbone, e.g. in torchvision's network. `block_of` is a dict from parameter name to block name
+    features [N, F] that the head takes. Parameters are named `network.` followed by their names in
+    the backbone, e.g. torchvision's. `block_of` is a dict from parameter name to block name
     (`Backbone.blocks`), ordered from the images to the logits. `models.weights.load_pretrained`
     loads the weights that the config names.
     """
@@ -188,7 +188,7 @@ class Classifier(ImageNetwork):
         return nn.Linear(self.feature_dim, self.classes, bias=bias)
 
     def add_thresholds(self) -> None:
-        """Make the classifier multi-label: probabilities are sigmoids, all thresholds 0.5."""
+        """Make the classifier multi-label, with sigmoids as probabilities and thresholds of 0.5."""
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def add_temperature(self) -> None:
@@ -268,7 +268,7 @@ class Classifier(ImageNetwork):
 
 
 def read_out(maps: Tensor, parts: int) -> Tensor:
-    """Divide maps [N, C, H, W] into parts and return the maximum of each part, [N, F].
+    """Divide maps [N, C, H, W] into parts and return the maxima [N, F] of all channels and parts.
 
     Each side is divided into gcd(side, `parts`) parts. F is C times the number of parts.
     """

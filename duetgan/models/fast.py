@@ -37,8 +37,8 @@ def faster(
 ) -> Classifier:
     """Return a copy of a trained classifier with a faster or more accurate `forward`.
 
-    `classifier` does not change. The copy shares its parameters; only a `forward` with folded
-    BatchNorms uses parameters of a folded network.
+    `classifier` does not change, and the copy shares its parameters. If `fold` is True, the
+    `forward` of the copy uses other parameters, into which BatchNorms are folded.
 
     Args:
         classifier: A classifier on `device`.

@@ -117,7 +117,7 @@ class ImageGenerator(ImageNetwork):
 class PlainGenerator(ImageGenerator):
     """Base class of generators without styles and noise.
 
-    `linear` maps z, concatenated with the label's embedding, to the input of `images`. It runs
+    `linear` maps z, concatenated with the label's embedding, to the input of `images`, and runs
     without autocast. `images` returns the output of the last layer.
     """
 
@@ -208,7 +208,7 @@ class StyledGenerator(ImageGenerator):
 
         Returns:
             The means [N, w_dim], and the spreads [N]: root mean squared distances of w from the
-                mean.
+            mean.
         """
         version = [(weight.data_ptr(), weight._version) for weight in self.parameters()]
         if version != self._weights_version:
@@ -309,7 +309,10 @@ class ImageDiscriminator(ImageNetwork):
         self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the features [N, F] of images, the output of `output`; labels play no part."""
+        """Return the features [N, F] of images, which `output` computes.
+
+        They do not depend on labels.
+        """
         hidden = self.hidden(images)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.output(hidden)
@@ -415,7 +418,7 @@ def sizes_up_to(resolution: int | str) -> list[int]:
     96 px gives 6, 12, ..., 96.
 
     Raises:
-        UserError: Doubling never leads from at most LARGEST_START pixels to the resolution.
+        UserError: Doubling maps of at most LARGEST_START pixels cannot give the resolution.
     """
     spec = ImageSpec.of(1, resolution)
     # the largest power of two that divides both sides

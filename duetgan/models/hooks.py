@@ -114,9 +114,9 @@ class LayerStatistics:
     """Collector of statistics of layers' outputs, and of the gradients with respect to the outputs.
 
     It covers every call of a layer inside `watching`, and every backward pass, including those of a
-    gradient penalty. The statistics are accumulated on the device; only `collect` waits for it.
-    Non-finite values count in `nonfinite` only. Outputs are recorded before the next layer changes
-    them in place.
+    gradient penalty. The statistics are accumulated on the device; the host waits only in
+    `collect`. Non-finite values count in `nonfinite` only. Outputs are recorded before the next
+    layer changes them in place.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -205,7 +205,7 @@ def _moments(values: Tensor) -> Tensor:
 
 
 def merge(a: Tensor, b: Tensor) -> Tensor:
-    """Return the moments [..., 6] of the union of two sets of values from the moments of each set.
+    """Merge the moments `a` and `b` [..., 6] of two sets of values into those of their union.
 
     See `_moments`. Source: Chan, Golub and LeVeque 1979, equations 2.1.
     """

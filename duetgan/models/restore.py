@@ -206,7 +206,7 @@ def open_checkpoint(source: str | Path, which: str) -> tuple[Path, Checkpoint]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read the checkpoint at a path, or of a network name, that `resolve` returned.
+    """Read the checkpoint at `path`, the result of `resolve`: a file, or the name of a network.
 
     The tensors are on the CPU. No code in the file is run. Raises UserError for a missing or
     damaged file, and for weights that are not exactly those of a known network.

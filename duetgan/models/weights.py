@@ -57,13 +57,14 @@ State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """Read a file's state dict, to the CPU, and its metadata, without running code in the file.
+    """Return a file's state dict on the CPU and its metadata, without running code in the file.
 
     The file is a `.safetensors` file, a checkpoint of Duet, or a file of names and tensors that
     `torch.save` wrote (also under Python 2). Wrappers of other programs and the prefixes of
-    DataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed. The metadata of a
-    safetensors file are returned. For Duet's files `stride` and `normalise` are added
-    (`_build_metadata`), for checkpoints also `classes` and `duet`, which holds the lineage.
+    DataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed. The metadata are the
+    entries of a safetensors file, and for Duet's files also `stride` and `normalise`
+    (`_build_metadata`). For Duet's checkpoints they include `classes` and `duet`, which holds the
+    lineage.
 
     Args:
         option: The file's command-line option, for messages.
@@ -113,7 +114,7 @@ def read_plain(path: Path, remedy: str) -> Any:
 def _build_metadata(model: Tree, path: Path) -> dict[str, str]:
     """Return the metadata `stride` and `normalise`, which the shapes of weights do not show.
 
-    `model` is the config section of the classifier of Duet in the file `path`.
+    `model` is the config of the Duet classifier in the file `path`.
     """
     config = build(ModelConfig, model, source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
@@ -356,8 +357,8 @@ def _class_names(metadata: Mapping[str, str]) -> list[str]:
 def lineage_of(path: Path, metadata: Mapping[str, str]) -> Lineage:
     """Return the lineage of a file's weights, i.e. the data and networks from which they learnt.
 
-    Duet's checkpoints and exports have it in their metadata. For another file, it is the hash of
-    the file. Raises UserError for damaged metadata.
+    Duet's checkpoints and exports have it in their metadata. For another file, it consists of the
+    hash of the file. Raises UserError for damaged metadata.
     """
     faults = (ValueError, AttributeError, RecursionError)
     with files.reading(f"{path}: its metadata", "export it again", *faults):

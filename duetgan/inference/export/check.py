@@ -42,7 +42,7 @@ BATCH = 64  # size of the batches of the check
 
 
 class CheckFailed(TrainingHalted):
-    """An exported file does not agree with the original network and was removed.
+    """Error: an exported file does not agree with the original network and was removed.
 
     The exit code is 4, as for training that cannot continue.
     """

@@ -108,7 +108,7 @@ class Subject:
         return fold_batchnorm(self.network) if self.is_classifier else self.network
 
     def rows(self, count: int) -> Inputs:
-        """Return `count` inputs of the check as one batch; repeat inputs if they are fewer."""
+        """Return `count` inputs of the check as one batch; repeat inputs if there are fewer."""
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
         rows = torch.arange(count) % len(columns[0])
         return tuple(_channels_last(column[rows]) for column in columns)

@@ -50,8 +50,8 @@ class TimmBackbone(Backbone):
 def timm_backbone(name: str) -> TimmBackbone:
     """Return the description of the network `name`, which has the form `timm:NAME`.
 
-    Raises UserError if timm is not installed, does not know or not describe the network, or if the
-    network's head is not a single linear layer.
+    Raises UserError if timm is not installed, if timm does not know or describe the network, and if
+    the network's head is not a single linear layer.
     """
     with torch.device("meta"):
         network = _create(name)

@@ -32,7 +32,7 @@ Parameters = dict[str, Tensor]  # parameters of a layer by name, times their gai
 
 
 class Equalized(nn.Module):
-    """Base class of layers with equalised learning rate: passes multiply parameters by gains."""
+    """Base class of layers with equalised learning rate: each pass scales parameters by `gains`."""
 
     gains: dict[str, float]  # names of the parameters, and their gains
     precision: LayerPrecision | None = None  # None: the layer runs without autocast
@@ -123,10 +123,10 @@ class EqualizedConv2d(Equalized):
     """Convolution with equalised learning rate, optionally with downsampling before it.
 
     The input is [N, in_channels, H, W]; the output is [N, out_channels, H, W]. If `downsample` is
-    True, H and W are halved by FIR downsampling. If not switched off, a bias, a leaky ReLU and a
-    factor sqrt(2) follow. `gain` also scales the output (sqrt(0.5) on residual branches). To save
-    an operation, both factors are multiplied into weights and bias. Without `precision` the layer
-    must run without autocast.
+    True, H and W are halved by FIR downsampling. A bias follows if `bias` is True, and a leaky ReLU
+    times sqrt(2) if `activation` is True. `gain` also scales the output (sqrt(0.5) on residual
+    branches). To save an operation, both factors are multiplied into weights and bias. Without
+    `precision` the layer must run without autocast.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ def fir_kernel(channels: int, gain: float, x: Tensor) -> Tensor:
 
 
 def _make_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a copy.
+    """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a host copy.
 
     Compiled graphs make the kernel in each pass: a cached kernel would add guards, and torch 2.11
     accepts only one constant in a graph.
@@ -286,7 +286,7 @@ def _make_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def constant_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a kernel like `_make_kernel`, but make it only once and cache it."""
+    """Return the kernel that `_make_kernel` would make, from a cache."""
     key = (gain, dtype, device)
     kernel = _kernels.get(key)
     if kernel is None:

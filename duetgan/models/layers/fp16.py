@@ -76,8 +76,8 @@ def normalised_for_fp16(
 
     Returns:
         The divided style [N, I]; the divided weight [O, I, k, k], times `weight_gain`; and the
-            factor [N, O] of the convolution's output. The factor is the product of both norms, and
-            if `scale` is given it is also multiplied by scale / weight_gain.
+        factor [N, O] of the convolution's output. The factor is the product of both norms, and if
+        `scale` is given it is also multiplied by scale / weight_gain.
     """
     style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
     weight_norm = weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]

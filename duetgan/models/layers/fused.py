@@ -59,7 +59,7 @@ def describe(device: torch.device) -> str:
 
 
 class Activation(torch.autograd.Function):
-    """Autograd function clamp(leaky_relu(x scale + bias + noise)), computed by one kernel.
+    """Autograd function clamp(leaky_relu(x * scale + bias + noise)), computed by one kernel.
 
     It can be differentiated twice. If `scale` is None, the output overwrites x, provided that x is
     dense. The shapes are those of `layers.scaled_activation`.

@@ -69,8 +69,8 @@ class FromRGB(EqualizedConv2d):
 class DiscriminatorBlock(nn.Module):
     """Two 3x3 convolutions, of which the second halves H and W, and if `residual` a 1x1 skip.
 
-    The outputs of both branches are then multiplied by sqrt(0.5), and so is the clamp of the second
-    convolution. The output of the skip is not clamped, as in NVIDIA's code.
+    With a skip, the outputs of both branches are multiplied by sqrt(0.5), and so is the clamp of
+    the second convolution. The output of the skip is not clamped, as in NVIDIA's code.
     """
 
     def __init__(

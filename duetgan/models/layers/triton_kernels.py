@@ -199,7 +199,7 @@ def activation(
     y: Tensor | None = None,
     sums: tuple[bool, ...] = (False, False, False),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return clamp(leaky_relu(x scale + bias + noise)), and three gradients or None (see `sums`).
+    """Return clamp(leaky_relu(x * scale + bias + noise)), and three gradients or None (`sums`).
 
     The comment in `_activation` defines the results with the optional arguments.
 
