@@ -131,7 +131,7 @@ class CheckpointManager:
             job.result()
 
     def check(self, last: int) -> None:
-        """Raise TrainingHalted on all ranks if the checkpoint of the `last` step was not written."""
+        """Raise TrainingHalted on all ranks if the checkpoint of step `last` was not written."""
         collectives.barrier()  # rank 0 may have waited for the disk
         problem = self._failure if self.saved_step != last else ""
         if problem := collectives.broadcast_object(problem):
@@ -140,7 +140,7 @@ class CheckpointManager:
             )
 
     def steps_up_to(self, step: int) -> list[int]:
-        """Return the steps of the run's checkpoints that are at most `step`, newest first."""
+        """Return the steps up to `step` that have a checkpoint, newest first."""
         steps = map(checkpoints.step_of, checkpoints.newest_first(self.folder.checkpoints))
         return [saved for saved in steps if saved <= step]
 

@@ -113,7 +113,10 @@ class LayerLog(Callback):
             self._watching.enter_context(self._statistics.watching(scale))
 
     def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
-        """Write the statistics if they are due; only such a step waits for the device."""
+        """Write the statistics to TensorBoard if they are due in this step.
+
+        Only then does the host wait for the device.
+        """
         if not self._config.layers_due(loop.step - 1):
             return
         self._watching.close()

@@ -128,7 +128,10 @@ def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
-    """Return a text about an optimizer's learning rates over `steps` steps."""
+    """Return the plan's text about an optimizer: name, learning rate, warm-up and schedule.
+
+    `steps` is the number of steps of the schedule.
+    """
     configured, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
     if configured.lr_batch_size is not None:

@@ -246,7 +246,10 @@ class GanConfig(RunConfig):
         return shape if self.conditional else shape | {"classes": 0}
 
     def for_trial(self, samples: int) -> Self:
-        """Return this config, changed for timing steps of the full networks, without growth."""
+        """Return this config, changed for timing a few steps with a global batch of `samples`.
+
+        The steps are those of the full networks, without growth.
+        """
         return super().for_trial(samples).changed(progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:

@@ -53,10 +53,10 @@ class DiscriminatorStep:
     def _in_one_pass(self, step_slice: StepSlice) -> bool:
         """Return True if real images and samples go through D in one pass.
 
-        This is for paired objectives, which need the graphs of both at the same time: one pass
-        launches half as many operators. But there are two passes if a penalty is due on only one
-        kind of images, because the penalty would also differentiate the other kind; and if an
-        output of D depends on all images of the pass.
+        A paired objective needs the graphs of both at the same time, and one pass launches half as
+        many operators. There are two passes if a penalty is due on only one kind of images, because
+        the penalty would also differentiate the other kind, or if an output of D depends on all
+        images of the pass. Other objectives always have two.
         """
         due = self.penalty_weights(step_slice.step).keys() & {"r1", "r2"}
         return (

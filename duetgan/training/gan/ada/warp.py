@@ -122,7 +122,7 @@ class Sample(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """Return images [n, C, h, w], `values`, sampled at `grid` [n, H, W, 2].
+        """Sample the images `values` [n, C, h, w] at `grid` [n, H, W, 2].
 
         If `shape` is given, apply the transpose to `values` [n, C, H, W].
         """

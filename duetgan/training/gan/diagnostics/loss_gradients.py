@@ -19,7 +19,7 @@ Gradients = dict[str, Tensor]  # loss -> its gradient with respect to all parame
 
 
 def separate_gradients(losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Gradients:
-    """Return a dict from loss name to the gradient of this loss, flat over all `parameters`.
+    """Return a dict from loss name to the loss's gradient, a flat tensor for all `parameters`.
 
     The losses share one graph. `retain_graph` keeps its activations until the backward pass of the
     last loss, which frees them. The gradient is zero for parameters that a loss does not depend on.
