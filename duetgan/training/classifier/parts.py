@@ -19,7 +19,7 @@ from duetgan.training.optim.updater import Precision, Updater
 
 
 class ClassifierParts(Task):
-    """Base class of a classifier's task, whose constructor builds the parts from the config.
+    """Base class of a classifier's task. Its constructor builds the parts from the config.
 
     `ClassifierStep` uses these parts.
     """

@@ -377,10 +377,10 @@ def choose_shards(
 ) -> tuple[list[Path], tuple[str, ...], list[str]]:
     """Choose the shards of a split at `where`, a file or a folder.
 
-    If `split` is None, it is the train split, or all shards if they have no splits. Returns the
+    None means the train split. If the shards have no splits, all of them are chosen. Returns the
     paths of the shards, the names of all splits, and the names of files with other suffixes.
 
-    Raises UserError if the split does not exist, or if a shard is missing.
+    Raises UserError if there are other splits only, or if a shard is missing.
     """
     groups, ignored = shards_by_split(where, suffix)
     # A single file is used whatever split its name has.
