@@ -121,7 +121,8 @@ def draw_records(dataset: Dataset, n: int | None, seed: int) -> np.ndarray:
 def check_classes(classifier: Classifier, dataset: Dataset) -> None:
     """Raise UserError unless the images' labels fit the classifier.
 
-    The numbers of classes must be equal, and both or none must allow several labels an image.
+    Images and classifier must have the same number of classes. Either both or neither must allow
+    several labels per image.
     """
     classes = len(dataset.classes)
     refuse(
@@ -200,7 +201,7 @@ def calibrate(checkpoint: Checkpoint, dataset: Dataset, *, batch_size: int) -> D
 def evaluate_classifier_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Return the results of `evaluate.py` on a classifier; write its pictures into `out`."""
+    """Evaluate a classifier for evaluate.py: return the results, write pictures into `out`."""
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)

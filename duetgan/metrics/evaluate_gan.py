@@ -311,7 +311,7 @@ def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> n
 def evaluate_gan_run(
     checkpoint: Checkpoint, dataset: Dataset, out: Path, options: Namespace
 ) -> Document:
-    """Return the results of `evaluate.py` on a generator; write its pictures into `out`."""
+    """Evaluate a generator for evaluate.py: return the results, write pictures into `out`."""
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device, several=True)
@@ -394,8 +394,8 @@ def flattered(
 ) -> dict[str, str]:
     """Return notes on extractors, and on the judge, that may favour the generator's samples.
 
-    This is the case if one learnt from samples, or is related to a classifier in the generator's
-    loss. The notes' keys are the names of the extractors, and `judge`.
+    An extractor or a judge may do so if it learnt from samples, or if it is related to a classifier
+    in the generator's loss. The notes' keys are the names of the extractors, and `judge`.
     """
     notes = {}
     for extractor in extractors:

@@ -38,17 +38,18 @@ class Figure:
     place: Place = "tile"
     unit: Literal["share", ""] = "share"  # "share": a fraction, shown in percent; "": a number
     interval: bool = True  # if False, the metric never has an interval
-    # attribute of `Answers` or `Samples` that `compute` needs -> note if it is None or empty
+    # attributes of `Answers` or `Samples` that `compute` needs, each with a note for the case that
+    # it is None or empty
     needs: dict[str, str] = field(default_factory=dict)
     by_class: str = ""  # key of its values by class; "" if it has none
-    # if True, it depends on the judge's predictions, so that it has one value for all extractors
+    # if True, the metric depends on the judge's predictions, and has one value for all extractors
     by_judge: bool = False
     in_training: bool = False  # if True, evaluations during training compute it, too
 
     def measure(self, record: object) -> Measured:
         """Compute the metric from `Answers` or `Samples`.
 
-        If an attribute in `needs` is None or empty, the value is None, and the note is that of
+        If an attribute that `needs` names is None or empty, the value is None, with the note of
         `needs`.
         """
         for name, note in self.needs.items():

@@ -54,8 +54,8 @@ def compare_images(
     Args:
         images: Folder, zip, tar or packed file.
         reference: The images to compare with.
-        training: Images that the generator of `images` was trained on; the search is for copies of
-            them. None: the search is for copies of the reference.
+        training: Images that the generator of `images` was trained on. They are searched for the
+            originals of copies. None: the reference is searched.
         extractors: Names: resnet50, inception, pixels, classifier:RUN_OR_FILE.
         weights: Weights file of resnet50 or inception.
         n: Number of images of each set; at most the number of images of the smallest set.
@@ -88,7 +88,8 @@ def compare_images(
         if n < 4:
             raise UserError(f"a comparison needs at least 4 images of each set, not {n}")
         labels = [dataset.label_numbers() for dataset in datasets]
-        whole = Selection(np.arange(n), labels[0], "images")  # in its order, as in an evaluation
+        # all images, in their order, as in an evaluation
+        whole = Selection(np.arange(n), labels[0], "images")
         draws = [
             whole if n == len(labels[0]) else select(labels[0], n=n, seed=seed, role="images"),
             select(labels[1], n=2 * n if training is None else n, seed=seed, role="test"),
@@ -205,9 +206,9 @@ def near_copies(
 ) -> Document:
     """Find images that are unusually near to a reference image.
 
-    The features of the images are [n, F]. They are compared with n reference images. A distance is
-    unusual if, for 99 % of these reference images, the nearest other reference image is farther
-    away.
+    The images have the features [n, F]. They are compared with the first n reference images. A
+    distance is unusual if, for 99 % of these reference images, the nearest other reference image is
+    farther away.
 
     Returns:
         `extractor`; `weights`; `searched`, n; `share`, the fraction of the images that are

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: samples, mistakes, confusion matrix, calibration and corruptions."""
+"""Draw the pictures of an evaluation: samples, mistakes, confusion matrix and calibration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -130,7 +130,7 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
 def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str, str]:
     """Return {"leaks": note} if test images are also training images, pixel for pixel; else {}.
 
-    There is also a note if this is not known, except for a run whose config names no training
+    If this cannot be checked, the note says so, except for a run whose config names no training
     images.
 
     Args:

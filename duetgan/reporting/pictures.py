@@ -117,7 +117,7 @@ MOST_SAMPLES = 12  # largest number of a training's sample grids to embed
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedded
 LARGEST_SIDE = 1400  # pixels of a shrunk image
-CAPTIONS = {  # stem of an image in eval/ -> caption
+CAPTIONS = {  # captions of the images in eval/, by the stem of the file name
     "samples": "Samples, a row for each class",
     "real": "Real test images, in the same rows",
     "recognised_best": "The best recognised samples: requested class, its probability",

@@ -29,7 +29,7 @@ class Run:
         self.status = self._object("status.json")
         self.last = self._object("checkpoints/last.json")
         self.best = self._object("checkpoints/best.json")
-        self.data = self._object("data.json")  # role -> description of the data set
+        self.data = self._object("data.json")  # descriptions of the data sets, by role
         self.evaluation = credible(self._object("eval/metrics.json"))
         grids = self.folder.glob("samples/step-*.png")
         # The grids are in the order of steps.

@@ -234,10 +234,10 @@ class Meta(Stored):
         return self.classes if self.sets is None else set_names(self.classes, self.sets)
 
     def check_room(self, size: int, entries: int) -> None:
-        """Raise ValueError if a file of `size` bytes and `entries` records is too small for
-        `count`.
+        """Raise ValueError if a file is too small to hold `count` images.
 
-        Up to half of the records may be missing, because damaged records can be skipped.
+        The file has `size` bytes and `entries` records. Up to half of the records may be missing,
+        because damaged records can be skipped.
         """
         raw = self.encoding == "raw"
         records, least = 0, 0

@@ -144,7 +144,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of images; each has a record with its index."""
+        """Number of blocks. A block is a group of images that share a record for their index."""
         return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
@@ -226,7 +226,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return DamageError(self.path, records, reason, self.first)
 
     def close(self) -> None:
-        """Release the file, which is closed with its last reader. The next read opens it again."""
+        """Release the file. The file is closed when all its readers have released it.
+
+        The next read opens it again.
+        """
         self._handle = None
 
     def __exit__(self, *error: object) -> None:
@@ -281,7 +284,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], positions)
 
     def raw_image(self, record: int) -> np.ndarray:
-        """Return a raw image: [H, W, C]. Raises DamageError if it, or its block, is damaged."""
+        """Return a record's raw image, [H, W, C]. Raises DamageError if its block is damaged."""
         image = np.empty((1, *self.spec.shape), self.spec.depth)
         self.gather(np.array([record]), image)
         return image[0].transpose(1, 2, 0)

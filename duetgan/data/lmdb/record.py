@@ -33,7 +33,7 @@ class Layout:
         smallest: int | None = None,
         ranged: bool = True,
     ) -> "Layout":
-        """Return the layout of a file of images with the size and format `image`.
+        """Return the layout of a file whose images have the size and format `image`.
 
         With `smallest`, each image is also stored at half its size, at a quarter of it, and so on,
         until its shorter side is `smallest` px. Raises ValueError if the size cannot be halved down

@@ -31,7 +31,7 @@ META_AT = HEAD + 24 + 48 + 6
 def check_tree(descriptor: int, page_size: int, size: int) -> None:
     """Check the pages of a file's tree, but do not read the values in overflow pages.
 
-    This reads a page of 4 KiB for about a hundred records. Raises ValueError for damage.
+    About one page of 4 KiB is read for each hundred records. Raises ValueError for damage.
     """
     metas = []
     for start in (META_AT, page_size + META_AT):

@@ -239,8 +239,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         """Write the metadata and the completion record, and sync the file to the disk.
 
         The file keeps its hidden name until `publish`, so that several complete files can be
-        renamed together. `split`, if given, replaces the writer's. Raises ValueError if no image
-        was added.
+        renamed together. `split`, if given, replaces the split of the constructor. Raises
+        ValueError if no image was added.
         """
         if not self.count:
             raise ValueError("no images were added")

@@ -50,7 +50,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         self,
         path: str | Path | Sequence[str | Path],  # packed files; other forms: data.opening
         *,
-        name: str = "",  # of the images in messages; default: the path
+        name: str = "",  # name of the images in messages; by default the path
         # px, or WIDTHxHEIGHT such as 96x64; None: the largest that is stored
         resolution: int | str | None = None,
         crop: RandomCrop | None = None,
@@ -102,7 +102,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     @property
     def resolution(self) -> int | str:
-        """Size of the images as in `data.resolution`; 0 if they have individual sizes."""
+        """Size of the images, in the form of the key `data.resolution`; 0 for individual sizes."""
         return self.spec.resolution
 
     def labels(self) -> np.ndarray:
@@ -256,7 +256,10 @@ class Dataset(AbstractContextManager["Dataset"]):
                 decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
 
     def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
-        """Return the part of an image to read: with a crop and a key at random, else the centre."""
+        """Return the part of an image to read.
+
+        It is random if there are a crop and a key, and the centre otherwise.
+        """
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)
         return self.crop.box(*size, numpy_generator(*key), self.spec.size)

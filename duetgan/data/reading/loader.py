@@ -103,7 +103,7 @@ class InfiniteLoader:
         self.batches_per_step = batches_per_step
         self.position = Position()  # of the next batch
         self.wait_seconds = 0.0
-        self._dataset = dataset  # the one that is read; a StagedLoader changes it
+        self._dataset = dataset  # the data set that is read; a StagedLoader changes it
         self._features: CachedFeatures | None = None  # read in place of the images
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.Stream | None = None  # of the thread's copies

@@ -101,7 +101,7 @@ def _check(weights: np.ndarray, source: str, count: int) -> None:
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:
-    """Return the expected draws of each sample, n * w_i / sum(w): float64 [n]."""
+    """Return the expected number of draws of each sample, n * w_i / sum(w): float64 [n]."""
     relative = weights / weights.max()  # The sum of huge weights would overflow.
     # The sum is exact: the last bits of NumPy's depend on the machine, and the order must not.
     expected = relative * (len(weights) / math.fsum(relative.tolist()))
@@ -159,7 +159,10 @@ def class_weights(
 
 
 def count_repeats(order: np.ndarray) -> np.ndarray:
-    """Return how often each entry occurs earlier, int64 [n]: [5, 7, 5, 5] -> [0, 0, 1, 2]."""
+    """Return how often each entry occurs earlier in `order`: [5, 7, 5, 5] -> [0, 0, 1, 2].
+
+    The result is int64 [n].
+    """
     by_value = np.argsort(order, kind="stable")
     ordered = order[by_value]
     firsts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))

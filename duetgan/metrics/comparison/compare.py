@@ -21,8 +21,8 @@ from duetgan.utils.errors import UserError
 from duetgan.utils.files import TABLE, read_file, reading
 from duetgan.utils.text import columns, decimal
 
-# Settings that must be equal: key in metrics.json -> its name for messages, and its value if the
-# document lacks the key.
+# Settings that must be equal, by their key in metrics.json: the name for messages, and the value if
+# the document lacks the key.
 CONDITIONS = {
     "task": ("tasks", None),
     "data_hash": ("test files", None),
@@ -133,7 +133,7 @@ def compare(groups: Sequence[str]) -> Document:
 
 
 def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, Document]:
-    """Compare the metrics that all runs of both groups have; return a row for each, by name.
+    """Compare the metrics that all runs of both groups have; return the results by metric name.
 
     Raises UserError if the runs of the two groups have different training seeds.
     """

@@ -80,7 +80,7 @@ BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """Return an extractor for images of `spec`, made of one for 8-bit grey or RGB images.
+    """Return an extractor for images of `spec` that uses an extractor for 8-bit grey or RGB images.
 
     `visible` converts the images. Transparent images are laid on each of BACKGROUNDS, and the
     features on all backgrounds are concatenated. The new extractor's name includes the channels and
@@ -222,9 +222,9 @@ def load_resnet50(path: Path) -> nn.Module:
     """Load a ResNet-50 without its head, float32, in evaluation mode.
 
     Args:
-        path: A `.safetensors` or `.pth` file with torchvision's parameter names. The network has
-            its strides of 2 in `conv2`, as torchvision's. If the metadata of a safetensors file
-            says `stride: conv1 ...`, it has them in `conv1`, as He's original network.
+        path: A `.safetensors` or `.pth` file with torchvision's parameter names. The strides of 2
+            are in the layers `conv2`, as in torchvision. If the metadata of a safetensors file says
+            `stride: conv1 ...`, they are in `conv1`, as in He's original network.
 
     Raises:
         UserError: If the file cannot be read, or a key or a shape does not fit.

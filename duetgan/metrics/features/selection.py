@@ -66,7 +66,7 @@ def draw_samples(
     Sample i depends only on the seed, i and its condition.
 
     Args:
-        conditions: Labels in the generator's format, [n, ...]; None if it is unconditional.
+        conditions: Labels in the generator's format, [n, ...]; None for an unconditional one.
         indices: Numbers of the n samples.
     """
     with evaluating(generator), full_float32(device_of(generator)):

@@ -42,9 +42,9 @@ def frechet_distance(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def _scaled(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre and scale features [n, F]; return them, x, and their former mean [F], in float64.
+    """Return features [n, F], centred and scaled, and their former mean [F], both in float64.
 
-    The scale is such that x' x is the features' covariance.
+    The product x' x of the returned features x is the covariance of the features.
     """
     features = features.cpu().double()
     mean = features.mean(0)

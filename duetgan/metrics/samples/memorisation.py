@@ -181,8 +181,7 @@ def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extrac
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
     """Draw `searched` training images, but at least n, which the floor needs.
 
-    If there are not as many, all training images are drawn. The first n do not depend on
-    `searched`.
+    If there are fewer, all training images are drawn. The first n do not depend on `searched`.
     """
     count = max(n, min(searched, len(labels)))
     return replace(

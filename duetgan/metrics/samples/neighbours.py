@@ -82,8 +82,8 @@ def neighbours(queries: Tensor, references: Tensor, k: int) -> tuple[Tensor, Ten
 class Neighbourhoods:
     """Numbers of the m samples and n real images that lie in each other's balls.
 
-    A row belongs to a sample, [m, G], or to a real image, [n, G]. Column g has only the counted
-    images of group g.
+    Each field has a row of counts for every sample, [m, G], or for every real image, [n, G]. Column
+    g counts only images of group g.
     """
 
     # [m, G]: real images whose ball of K_MANIFOLD neighbours holds the sample
@@ -166,12 +166,12 @@ def estimate(
 ) -> Estimate:
     """Average a metric over A images, and again without each group of images.
 
-    Each of the A images has a count of images, for example the number of real images whose ball
-    holds a sample. The metric of an image is a function of its count. The groups that are left out
-    are those of the A images and those of the counted images.
+    The metric of an image is a function of its count: the number of real images whose ball holds a
+    sample, for example. First, each group of the A averaged images is left out. Then, each group of
+    the counted images is left out.
 
     Args:
-        counts: Counts of the A images, [A, G]. Column g has only the counted images of group g.
+        counts: Counts of the A images, [A, G]. Column g counts only images of group g.
         figure: Function from the total counts, [A], to the metric of each image, [A].
         counted: Size of the set that is counted.
         rescale: If True, a count without a group is scaled up to the size of the whole set.
@@ -239,9 +239,8 @@ def coverage(near: Neighbourhoods) -> Measured:
 def clipped_density(near: Neighbourhoods) -> Measured:
     """Return the density of samples, divided by that of real images, at most 1.
 
-    For both densities, a radius is at most the median radius, and an image adds at most 1. The
-    value is 0 if the density of the real images is 0, because more than half of them are
-    duplicates.
+    For both densities, a radius is at most the median radius, and an image adds at most 1. If more
+    than half of the real images are duplicates, their density is 0, and so is the value.
     """
     samples = estimate(near.clipped, _filled, len(near.covering), rescale=True)
     real = estimate(near.clipped_real, _filled, len(near.covering), rescale=True)
@@ -277,10 +276,10 @@ def clipped_coverage(near: Neighbourhoods) -> Measured:
 def expected_fullness(samples: int, real: int, k: int) -> np.ndarray:
     """Return the expected fullness of a real image's ball for 0 to `samples` ideal samples.
 
-    The result is float64 [samples + 1]. The fullness is min(J, k) / k if J of M ideal samples are
-    in the ball, which reaches to the k-th nearest of the N - 1 other real images. J is
-    beta-binomial with the parameters k and N - k for any distribution of the N real images (section
-    4.2 of the paper).
+    The result is float64 [samples + 1]. Ideal samples have the distribution of the N real images.
+    The fullness is min(J, k) / k if J of M ideal samples are in the ball, which reaches to the k-th
+    nearest of the N - 1 other real images. J is beta-binomial with the parameters k and N - k for
+    any distribution (section 4.2 of the paper).
     """
     from scipy.stats import betabinom  # imported here because the import takes a second
 
