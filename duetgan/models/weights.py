@@ -252,9 +252,9 @@ def missing_published(url: str, subject: str) -> str:
 def _download(url: str, subject: str) -> str:
     """Download `url` into torch's cache, if it is missing there, and return its path in the cache.
 
-    The hash of the downloaded file must be the one in its name. A line on stderr tells its size and
-    folder. Raises UserError if the download fails or the environment variable DUET_OFFLINE forbids
-    it.
+    If the name of the file contains a hash, the download must have this hash. A line on stderr
+    tells its size and folder. Raises UserError if the download fails or the environment variable
+    DUET_OFFLINE forbids it.
     """
     path = _cache_path(url)
     remedy = f"fetch {url} on a machine with a network and put it there"
