@@ -18,7 +18,6 @@ from duetgan.training.base import graphs
 from duetgan.training.base.data import make_loader, open_training
 from duetgan.training.classifier.loss import Criterion
 from duetgan.training.engine.tasks import TASKS
-from duetgan.training.gan import discriminator_step
 from duetgan.training.gan import draws as gan_draws
 from duetgan.training.optim.updater import Updater
 from duetgan.utils.config.yaml_files import read_yaml
@@ -195,7 +194,7 @@ def forgotten(apply: Any) -> Any:
 # name -> what is replaced, by what, in which training
 SMOOTHED = classifier(loss={"label_smoothing_final": 0.9})
 FAULTS: dict[str, tuple[Any, str, Any, Tree]] = {
-    "a number in place of a tensor": (discriminator_step, "number", frozen_number, R3),
+    "a number in place of a tensor": (graphs, "number", frozen_number, R3),
     "a tensor replaced instead of filled": (Criterion, "at", replacing, SMOOTHED),
     "a generator used inside": (gan_draws.GanDraws, "noise", lambda noise: noise.__wrapped__, gan()),
     "a host read": (Updater, "step", reading_norms, classifier()),
