@@ -132,12 +132,13 @@ CLASSIFIER = [
     ),
     Figure(
         "balanced_accuracy", "balanced accuracy",
-        "balanced accuracy: the mean of the classes' recall, so that rare and frequent classes count equally",
+        "balanced accuracy: mean of the recall of each class; rare and frequent classes count equally",
         answers.balanced_accuracy, better="larger",
     ),
     Figure(
-        "top5_accuracy", "top-5 accuracy", "fraction of the test images whose class is among the five most likely ones",
-        answers.top5_accuracy, better="larger",
+        "top5_accuracy", "top-5 accuracy",
+        "fraction of the test images with the true class among the five most likely classes", answers.top5_accuracy,
+        better="larger",
     ),
     Figure(
         "auroc", "AUROC (mean of the classes)",
@@ -217,7 +218,8 @@ GAN = [
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
     Figure(
-        "recognised", "recognised", "fraction of the samples that the judge predicts as the requested class",
+        "recognised", "recognised",
+        "fraction of the samples for which the judge (the classifier) predicts the requested class",
         lambda samples: judged.recognised(samples.probabilities, samples.labels[: samples.n], samples.thresholds),
         better="larger", place="headline", needs=JUDGED, by_class="recognised_by_class",
         by_judge=True, in_training=True,
@@ -230,44 +232,45 @@ GAN = [
     ),
     Figure(
         "clipped_coverage", "clipped coverage",
-        "coverage (clipped): fraction of the real images' variety that the samples have; 80 % is as if two of ten "
-        "classes were missing",
+        "coverage (clipped): fraction of the real images' variety that the samples have; about 80 % if two of ten "
+        "equally frequent classes are missing",
         lambda samples: neighbours.clipped_coverage(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),
     Figure(
         "diversity_ratio", "diversity",
         "diversity of the least diverse class, or of all samples if there are no classes: mean feature distance "
-        "between samples, divided by that between real images",
+        "between samples, divided by the mean feature distance between real images",
         lambda samples: samples.diversity,
         place="headline", unit="", by_class="diversity_by_class", in_training=True,
     ),
     Figure(
         "precision", "precision",
-        "precision: fraction of the samples that are nearer to a real image than that image's 3rd nearest real image",
+        "precision: fraction of the samples that are nearer to a real image than that image's 3rd nearest real image "
+        "is",
         lambda samples: neighbours.precision(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "recall", "recall",
-        "recall: fraction of the real images that are nearer to a sample than that sample's 3rd nearest sample; "
+        "recall: fraction of the real images that are nearer to a sample than that sample's 3rd nearest sample is; "
         "outliers raise precision and recall",
         lambda samples: neighbours.recall(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "density", "density",
-        "density: number of real images to which a sample is nearer than their 5th nearest real image, divided by 5, "
-        "averaged over the samples; about 1 if the samples are real images",
+        "density: number of real images that are nearer to a sample than to their own 5th nearest real image, divided "
+        "by 5 and averaged over the samples; about 1 if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(
         "coverage", "coverage",
-        "coverage: fraction of the real images to which a sample is nearer than their 5th nearest real image; about "
-        "97 % if the samples are real images",
+        "coverage: fraction of the real images that are nearer to some sample than to their own 5th nearest real "
+        "image; about 97 % if the samples are real images",
         lambda samples: neighbours.coverage(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "intra_class_frechet", "frechet within classes",
-        "mean Frechet distance within the classes, which is large for a generator that ignores its labels",
+        "mean of the Frechet distances within the classes; large if the generator ignores its labels",
         lambda s: intra_class_frechet(s.fake[: s.n], s.real[: s.n], s.labels[: s.n], len(s.names)),
         better="smaller", unit="", needs=NAMES, by_class="intra_class_frechet_by_class",
     ),

@@ -117,12 +117,15 @@ def _context(document: Document, row: Figure) -> str:
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         context.append(VIEWS[str(document["tta"])])
     if row.key == "accuracy" and "majority_class_rate" in document:
-        context.append(f"the most frequent class: {percent(document['majority_class_rate'])}")
+        context.append(
+            f"always predicting the most frequent class: {percent(document['majority_class_rate'])}"
+        )
     if row.key == "recognised" and judge:
         accuracy = percent(judge.get("accuracy"))
-        text = f"the judge predicts {accuracy} of the real images at the samples' size correctly"
+        text = f"the judge is right on {accuracy} of the real images at the samples' size"
         if "majority_class_rate" in judge:
-            text += f", the most frequent class is {percent(judge['majority_class_rate'])} of them"
+            majority = percent(judge["majority_class_rate"])
+            text += f", and the most frequent class has {majority} of them"
         context.append(text)
     return f" ({'; '.join(context)})" if context else ""
 
@@ -136,9 +139,10 @@ def copies_found(document: Document) -> list[tuple[str, str, str]]:
     if not copies:
         return []
     verdict = "copies training images" if copies.get("copies") else "no sign of copies"
-    near = f"{percent(copies.get('share'))} of the samples unusually near to training images"
-    text = f"{near}, {percent(copies.get('expected'))} expected; p {plain(copies.get('p_value'))}"
-    search = f" ({copies.get('extractor')}, {plain(copies.get('searched'))} searched)"
+    near = f"{percent(copies.get('share'))} of the samples are unusually near to training images"
+    expected = f"{percent(copies.get('expected'))} without copying"
+    text = f"{near} ({expected}); p {plain(copies.get('p_value'))}"
+    search = f" ({copies.get('extractor')}, {plain(copies.get('searched'))} training images)"
     return [(verdict, text, search)]
 
 
@@ -235,8 +239,8 @@ def comparison_text(document: Document) -> str:
     copies = document["memorisation"]
     origin = document.get("training", "one half of the reference")
     parts += ["", f"floor: the metric between {origin} and the other images of the reference"]
-    text = f"{percent(copies['share'])} of the images unusually near to images of the reference, "
-    text += f"{percent(copies['expected'])} expected ({copies['extractor']})"
+    text = f"{percent(copies['share'])} of the images are unusually near to the reference "
+    text += f"({percent(copies['expected'])} without copying; {copies['extractor']})"
     if "training" in document:
         ((verdict, numbers, search),) = copies_found(document)
         text = f"{verdict}: {numbers}{search}"

@@ -17,14 +17,17 @@ def answers(classifier: Document, gan: Document) -> list[str]:
     if classifier:
         low, high = classifier["accuracy_interval"]
         sentences.append(
-            f"The classifier is right on {100 * classifier['accuracy']:.0f} % of the new images "
-            f"(95 % interval {100 * low:.0f} to {100 * high:.0f} %, "
-            f"{counted(classifier['n'], 'held-out image')}); always predicting the most frequent "
-            f"class is right on {100 * classifier['majority_class_rate']:.0f} %."
+            f"The classifier is right on {100 * classifier['accuracy']:.0f} % of "
+            f"{counted(classifier['n'], 'held-out image')} (95 % interval {100 * low:.0f} to "
+            f"{100 * high:.0f} %). Always predicting the most frequent class would be right on "
+            f"{100 * classifier['majority_class_rate']:.0f} %."
         )
         if pairs := [row for row in classifier["confused"] if row["n"] >= MIN_CONFUSED][:2]:
-            words = [f"{row['true']} as {row['predicted']} ({row['n']:,} images)" for row in pairs]
-            sentences.append(f"Its most frequent mistakes: {', '.join(words)}.")
+            words = [
+                f"{row['true']} predicted as {row['predicted']} ({row['n']:,} images)"
+                for row in pairs
+            ]
+            sentences.append(f"The classifier's most frequent mistakes: {', '.join(words)}.")
     judge = gan.get("judge") or {}
     if judge.get("is_weak") or gan.get("weak_extractors"):
         sentences.append(
@@ -32,14 +35,16 @@ def answers(classifier: Document, gan: Document) -> list[str]:
         )
     if gan.get("recognised") is not None:
         sentences.append(
-            f"The classifier recognises {100 * gan['recognised']:.0f} % of the GAN's samples as the "
-            f"requested class, and {100 * judge['accuracy']:.0f} % of real images at "
-            f"{gan['size']} px (always predicting the most frequent class: "
-            f"{100 * judge['majority_class_rate']:.0f} %)."
+            f"The classifier predicts the requested class for {100 * gan['recognised']:.0f} % of the "
+            f"GAN's samples, and the true class for {100 * judge['accuracy']:.0f} % of the real images "
+            f"of the same size ({gan['size']} px). Always predicting the most frequent class would be "
+            f"right on {100 * judge['majority_class_rate']:.0f} % of the real images."
         )
     if memorisation := gan.get("memorisation"):
         copies = memorisation.get("copies")
         sentences.append(
-            "It copies training images." if copies else "There is no sign of copied images."
+            "The GAN copies training images."
+            if copies
+            else "There is no sign that the GAN copies training images."
         )
     return sentences

@@ -39,9 +39,9 @@ def headline(run: Run) -> list[MetricTile]:
     """
     tiles = _tiles(run, ("headline",))
     for row in as_dicts(run.evaluation.get("distances"))[:1]:
-        context = [f"between real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
+        context = [f"between real images: {plain(row.get('floor'))}; n {plain(row.get('n'))}"]
         context += interval_words(row.get("frechet_interval"), plain)
-        meaning = f"Frechet distance on {extractor_name(row)}"
+        meaning = f"Frechet distance between samples and real images, on {extractor_name(row)}"
         tiles.append((plain(row.get("frechet")), meaning, f" ({'; '.join(context)})"))
     return tiles
 
@@ -69,9 +69,9 @@ def progress(run: Run) -> list[Tile]:
         tiles.append((plain(run.status.get("step")), "steps"))
     seconds = run.status.get("seconds")
     if isinstance(seconds, int | float) and math.isfinite(seconds):
-        tiles.append((duration(seconds), "time taken, with evaluations"))
+        tiles.append((duration(seconds), "duration, including evaluations"))
     for key, form, meaning in (
-        ("images_per_second", plain, "images a second (median)"),
+        ("images_per_second", plain, "images per second (median)"),
         ("data_wait", percent, "of the time spent waiting for data (median)"),
     ):
         values = [y for _, y in run.series.get(key, []) if math.isfinite(y)]

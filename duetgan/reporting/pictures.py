@@ -120,16 +120,16 @@ LARGEST_SIDE = 1400  # pixels of a shrunk image
 CAPTIONS = {  # captions of the images in eval/, by the stem of the file name
     "samples": "Samples, a row for each class",
     "real": "Real test images, in the same rows",
-    "recognised_best": "The best recognised samples: requested class, its probability",
-    "recognised_worst": "The worst recognised samples: requested class, predicted class",
-    "neighbours": "Samples, each next to the most similar training images",
+    "recognised_best": "The best recognised samples, with the requested class and its probability",
+    "recognised_worst": "The worst recognised samples, with the requested and the predicted class",
+    "neighbours": "Samples (left), each next to the most similar training image",
     "truncation": "Truncation: the same samples from the mean image (psi 0) to no truncation (psi 1)",
-    "mixing": "Style mixing: A with the coarse styles (pose, shape) of B",
+    "mixing": "Style mixing: samples A with the coarse styles (pose, shape) of samples B",
     "confusion": "Confusion matrix: true classes in rows, predicted classes in columns",
-    "reliability": "Accuracy by confidence: a well calibrated classifier is on the diagonal",
-    "robustness": "A test image without and with each corruption, at each strength",
-    "evidence": "The most confident mistakes, then correct predictions, each next to its evidence (Grad-CAM)",
-    "mistakes": "The most confident mistakes: record and true class, predicted class",
+    "reliability": "Accuracy by confidence; for a well calibrated classifier it follows the diagonal",
+    "robustness": "A test image without corruption, and with each corruption at each strength",
+    "evidence": "The most confident mistakes and correct predictions, each next to its Grad-CAM heat map",
+    "mistakes": "The most confident mistakes: number of the record, true class, predicted class",
 }
 WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}
 FIRST = ("samples", "real")  # stems of the images that come first, side by side

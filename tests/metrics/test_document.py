@@ -272,7 +272,7 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     assert charts["confusion.png"] == (expected["confusion"], NAMES)
     assert_document([*charts["reliability.png"]], [expected["reliability"], expected["ece"]])
 
-    most = f"the most frequent class: {100 * expected['majority_class_rate']:.1f} %"
+    most = f"always predicting the most frequent class: {100 * expected['majority_class_rate']:.1f} %"
     result.check_figures({"accuracy": f"mean of 2 views; {most}"})
     for name, row in expected["per_class"].items():
         result.check_row(name, [*row.items()])
@@ -453,8 +453,8 @@ def test_a_gan(trained, pictures, capsys):
     )
     assert_pictures(pictures, expected_pictures)
 
-    right = f"the judge predicts {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size correctly"
-    right += f", the most frequent class is {100 * majority:.1f} % of them"
+    right = f"the judge is right on {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size"
+    right += f", and the most frequent class has {100 * majority:.1f} % of them"
     result.check_figures({"recognised": right})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]
@@ -468,10 +468,11 @@ def test_a_gan(trained, pictures, capsys):
         assert [*cells, str(N)] in result.rows
         assert " ".join([*cells, str(N)]) in [" ".join(line.split()) for line in result.printed.splitlines()]
     ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
-    tile = "{:.3g}</b><span>Frechet distance on classifier (between real images: {:.3g}, n 47; "
-    tile += "95 % interval {:.3g} to {:.3g})"
+    tile = "{:.3g}</b><span>Frechet distance between samples and real images, on classifier (between real images: "
+    tile += "{:.3g}; n 47; 95 % interval {:.3g} to {:.3g})"
     assert tile.format(*ends) in result.text
-    near = "{} of the samples unusually near to training images, {} expected; "
+    near = "{} of the samples are unusually near to training images ({} without copying); "
     counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))
-    assert ("no sign of copies", f"{counts}p {copies['p_value']:.3g} (pixels, {searched} searched)") in result.tiles
+    counts += f"p {copies['p_value']:.3g} (pixels, {searched} training images)"
+    assert ("no sign of copies", counts) in result.tiles
     assert f"  no sign of copies: {counts}" in result.printed

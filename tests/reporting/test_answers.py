@@ -6,12 +6,14 @@ import pytest
 
 from duetgan.reporting.answers import answers
 
-RIGHT = "The classifier is right on 86 % of the new images (95 % interval 82 to 90 %, 200 held-out images); always "
-RIGHT += "predicting the most frequent class is right on 60 %."
+RIGHT = "The classifier is right on 86 % of 200 held-out images (95 % interval 82 to 90 %). Always predicting the most "
+RIGHT += "frequent class would be right on 60 %."
 SAMPLES = (
-    "The classifier recognises 71 % of the GAN's samples as the requested class, and 90 % of real images at 16x16 px "
-    "(always predicting the most frequent class: 50 %)."
+    "The classifier predicts the requested class for 71 % of the GAN's samples, and the true class for 90 % of the "
+    "real images of the same size (16x16 px). Always predicting the most frequent class would be right on 50 % of the real "
+    "images."
 )
+COPIES = "the GAN copies training images."
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200, "majority_class_rate": 0.6}
 CLASSIFIER |= {"balanced_accuracy": 0.82, "confused": []}
 CONFUSED = [{"true": "cat", "predicted": "dog", "n": 3}, {"true": "dog", "predicted": "cow", "n": 1}]
@@ -29,11 +31,11 @@ GAN |= {"samples_predicted": {"cat": 300, "dog": 200, "cow": 100}}
         (
             CLASSIFIER | {"confused": CONFUSED},
             {},
-            [RIGHT, "Its most frequent mistakes: cat as dog (3 images)."],
+            [RIGHT, "The classifier's most frequent mistakes: cat predicted as dog (3 images)."],
         ),
         (CLASSIFIER | {"confused": CONFUSED[1:]}, {}, [RIGHT]),  # U10: one image is no habit
-        ({}, GAN | {"memorisation": {"copies": False}}, [SAMPLES, "There is no sign of copied images."]),
-        ({}, GAN | {"memorisation": {"copies": True}}, [SAMPLES, "It copies training images."]),
+        ({}, GAN | {"memorisation": {"copies": False}}, [SAMPLES, f"There is no sign that {COPIES}"]),
+        ({}, GAN | {"memorisation": {"copies": True}}, [SAMPLES, "The GAN copies training images."]),
         (  # U1: a judge near chance
             {},
             {"recognised": None, "judge": {"is_weak": True}},

@@ -118,7 +118,8 @@ def test_report_of_a_gan_run_shows_everything_and_is_self_contained_and_escaped(
     shown = ["finished", "87.2 %", "0.438", "1,869", "60.9", "90.0 %", "step 20", "seed: 3", "a note"]
     shown += [f"python evaluate.py --seed 4 && echo {EVIL}", environment()["torch"]]
     shown += [f"step-00020000.pt, step 20000, n 2000, data test {EVIL}.lmdb, seed 4", "no sign of copies"]
-    shown.append(f"1.2 % of the samples unusually near to training images, 1.0 % expected; p 0.25 (pixels {EVIL}")
+    near = "1.2 % of the samples are unusually near to training images (1.0 % without copying); p 0.25"
+    shown.append(f"{near} (pixels {EVIL}")
     assert [text for text in shown if text not in found.text] == []
     assert "script" not in found.tags
     assert "link" not in found.tags
@@ -209,7 +210,7 @@ def make_told_run(folder: Path) -> Path:
 def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left_out(tmp_path):
     path = write_report(make_told_run(tmp_path / "gan"))
     text, source = page(path).text, path.read_text()
-    order = ["fraction of the samples that the judge predicts as the requested class"]
+    order = ["fraction of the samples for which the judge (the classifier) predicts the requested class"]
     order += ["Samples, a row for each class", "Real test images", "Evaluation"]
     order += ["Samples over time", "Training", "adversarial losses", "Data", "How this was made"]
     places = [text.index(words) for words in order]

@@ -406,7 +406,10 @@ class _Choice:
         images = min(EPOCHS * self.images, left * behind.images_per_second)
         part = "its last stage" if views > 1 else "its head"
         cause = "there are few images" if self.images < TUNED_FROM else "there is no time for more"
-        reason += f"; {part} alone is trained, from a regression at {inside} px, because {cause}"
+        reason += (
+            f"; {part} alone is trained, from a logistic regression on features of images of "
+            f"{inside} px, because {cause}"
+        )
         training = self.training(LAST, options, side, behind, images, reason)
         return training.model_copy(
             update={
@@ -460,7 +463,7 @@ class _Choice:
         if self.ada:
             reason += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
         if self.starts(size):
-            reason += f"; it starts from a GAN of drawings, {START}"
+            reason += f"; it starts from a GAN that was trained on drawings, {START}"
         if images == 1000 * size.most and not self.quick:
             reason += "; longer training would make no visible difference"
         recipe, options = self.recipe(size)

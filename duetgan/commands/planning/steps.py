@@ -210,11 +210,11 @@ class Quickstart:
         """Return advice on what would help most, with the command for it."""
         plan = self.plan
         request = [word for word in plan.request if word != "--quick"]
-        step = "more time, for larger and better samples"
+        step = "train longer, for better and perhaps larger samples"
         options = ["--minutes", f"{min(4 * plan.minutes, WEEK):g}"]
         has_few = plan.training_images < SCRATCH_FROM
         if plan.classifier is not None and not plan.classifier.weights and has_few:
-            step = "ImageNet weights for the classifier (docs/your-data.md)"
+            step = "start the classifier from ImageNet weights (docs/your-data.md)"
             options = ["--weights", "resnet50-0676ba61.pth"]
         command = ["quickstart", *request, *options, "--dir", f"{display_path(self.folder)}-next"]
         return f"{step}. $ {typed(command)}"
