@@ -1,6 +1,6 @@
 """Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`.
 
-After an interruption the same command resumes from the last checkpoint.
+After an interruption the same command resumes the run from the last checkpoint.
 """
 
 import os
@@ -26,7 +26,7 @@ def parser() -> Parser:
     parse = Parser(
         prog="train.py",
         description=__doc__,
-        epilog="Override any key of the config with --section.key value.",
+        epilog="Every key of the config is an option, too: --section.key value (docs/keys.md).",
     )
     add = parse.add_argument
     add(
@@ -41,49 +41,65 @@ def parser() -> Parser:
         "--max-steps",
         type=positive,
         metavar="N",
-        help="save and stop at step N; schedules still follow the config's number of steps",
+        help="save and stop at step N; schedules keep the length that the config's steps give them",
     )
     add(
         "--init-from",
         metavar="FILE|RUN",
-        help="start from the weights of another run, as far as they fit; this is not a resume",
+        help="start a new run from the weights of another run where names and shapes match",
     )
     add(
         "--new-data",
         action="store_true",
-        help="continue the run in the run folder with the images of data.path, even if it was "
-        "trained on other images",
+        help="continue the run in the run folder with other images, those of data.path",
     )
     add(
         "--profile",
         type=positive,
         metavar="N",
-        help="measure N steps, print a table, write RUN/profile/, and stop",
+        help="train and measure N steps, print a table, write RUN/profile/, and stop",
     )
     add(
         "--lr-find",
         action="store_true",
-        help="search for a learning rate: write RUN/lr_find.png and print the option to use",
+        help="search for a learning rate, draw RUN/lr_find.png, print the option to use, and stop",
     )
-    add("--lr-find-steps", type=positive, metavar="N", help="number of rates to try (default: 100)")
+    add(
+        "--lr-find-steps",
+        type=positive,
+        metavar="N",
+        help="number of learning rates to try (default: 100)",
+    )
     rate = number(float, 0, inner=True)
-    add("--lr-find-from", type=rate, metavar="RATE", help="lowest rate to try (default: 1e-6)")
-    add("--lr-find-to", type=rate, metavar="RATE", help="highest rate to try (default: 10)")
+    add(
+        "--lr-find-from",
+        type=rate,
+        metavar="RATE",
+        help="lowest learning rate to try (default: 1e-6)",
+    )
+    add(
+        "--lr-find-to", type=rate, metavar="RATE", help="highest learning rate to try (default: 10)"
+    )
     add_import_option(parse)
     # `python -m torch.distributed.launch` passes this option; the environment has the same number.
     add("--local-rank", type=int, help=SUPPRESS)
-    add("--list", action="store_true", help="list the recipes of configs/")
+    add("--list", action="store_true", help="list the recipes of configs/ and stop")
     add(
         "--dry-run",
         nargs="?",
         const="here",
         default="",
         choices=list(DRY_RUNS),
-        help="do everything up to the first step and print the plan"
+        help="do everything up to the first step, print the plan, and stop; here, or no value: plan "
+        "for this machine"
         + "".join(f"; {name}: {line}" for name, (_, line) in DRY_RUNS.items() if line)
         + " (default: no dry run)",
     )
-    add("--layers", action="store_true", help="with --dry-run: also print every layer")
+    add(
+        "--layers",
+        action="store_true",
+        help="with --dry-run: also print every layer of the networks",
+    )
     return parse
 
 

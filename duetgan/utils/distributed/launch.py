@@ -60,13 +60,13 @@ def under_launcher() -> bool:
 
 def add_options(add: Callable[..., object]) -> None:
     """Add `--gpus` and `--procs` through a parser's `add_argument`."""
-    add("--gpus", metavar="0,1", help="GPUs to use, with one process each; not under torchrun")
+    add("--gpus", metavar="0,1", help="GPUs to use, with one process per GPU; not under torchrun")
     add(
         "--procs",
         type=int,
         metavar="N",
-        help="number of processes: on the CPU (gloo), or with --gpus in total on these GPUs; not under "
-        "torchrun",
+        help="number of processes on the CPU (gloo); with --gpus, the total number of processes on "
+        "these GPUs; not under torchrun",
     )
 
 
