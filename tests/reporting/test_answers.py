@@ -10,8 +10,8 @@ RIGHT = "The classifier is right on 86 % of 200 held-out images (95 % interval 8
 RIGHT += "frequent class would be right on 60 %."
 SAMPLES = (
     "The classifier predicts the requested class for 71 % of the GAN's samples, and the true class for 90 % of the "
-    "real images of the same size (16x16 px). Always predicting the most frequent class would be right on 50 % of the real "
-    "images."
+    "real images of the same size (16x16 px). Always predicting the most frequent class would be right on 50 % of the "
+    "real images."
 )
 COPIES = "the GAN copies training images."
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200, "majority_class_rate": 0.6}
