@@ -202,7 +202,7 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
-        "floor", "its floor", "Frechet distance between n real training images and the test images",
+        "floor", "frechet floor", "Frechet distance between n real training images and the test images",
         lambda samples: Measured(frechet_distance(samples.training[: samples.n], samples.counted[1])[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
@@ -213,7 +213,7 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
-        "kernel_floor", "its floor", "squared MMD between n real training images and the test images",
+        "kernel_floor", "kernel floor", "squared MMD between n real training images and the test images",
         lambda samples: Measured(_kernel(samples.training[: samples.n], samples)[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),

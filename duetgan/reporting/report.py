@@ -106,7 +106,7 @@ def write_quickstart_report(
     for run in runs.values():
         tiles += headline(run)
     if seconds is not None:
-        tiles.append((duration(seconds), "all steps together", ""))
+        tiles.append((duration(seconds), "duration of all steps together", ""))
     return write_page(
         folder / "report.html",
         title="Duet quickstart",
