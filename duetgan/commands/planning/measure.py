@@ -221,7 +221,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
         read_state_dict,
     )
 
-    file = find_weights(requested)
+    file = find_weights(requested) or cached_weights(DEFAULT_NETWORK)
     if file is None:
         url = get_model_weights(DEFAULT_NETWORK)[DEFAULT_WEIGHTS].url
         if reason := missing_published(url, f"torchvision's {DEFAULT_NETWORK} {DEFAULT_WEIGHTS}"):
@@ -229,6 +229,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
                 f"training the classifier from scratch, because {reason}, or give --weights FILE",
                 flush=True,
             )
+            return None
         file = cached_weights(DEFAULT_NETWORK)
     if file is None:
         return None
