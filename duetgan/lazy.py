@@ -7,10 +7,10 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports the package's modules on first use.
+    """Return a function `__getattr__` for a package, which imports its modules on first use.
 
-    When a name of `modules` is first used, the module that defines it is imported. `dir` of the
-    package lists these names too, for completion.
+    When a name in `modules` is first used, the module that defines the name is imported. The names
+    are also added to `dir(package)`, so that an interactive Python can complete them.
 
     Args:
         package: the full name of the package.

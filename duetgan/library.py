@@ -152,10 +152,11 @@ class Classifier(nn.Module):
 
 
 class Samples(NamedTuple):
-    """Images that a generator drew. Image i depends only on its class, `seeds[i]` and `indices[i]`.
+    """Images that `Generator.sample` drew.
 
-    If `Generator.sample` was called with `seeds`, image i depends only on its class and `seeds[i]`,
-    or on its saved latents.
+    Image i depends only on its class, `seeds[i]` and `indices[i]`. If `sample` was called with
+    `seeds`, image i depends only on its class and `seeds[i]`. An image that was drawn from saved
+    latents depends on these instead.
     """
 
     # uint8, uint16 or float32 [n, channels, H, W] on the CPU; alpha is not multiplied into colours
@@ -200,7 +201,8 @@ class Generator(nn.Module):
 
         Args:
             z: [N, z_dim], drawn from a standard normal distribution.
-            labels: int64 [N], indices into `class_names`; None for an unconditional generator.
+            labels: int64 [N], indices into `class_names`, or class weights [N, classes] to mix
+                classes; None for an unconditional generator.
             options: keyword arguments for the network: noise, truncation_psi, truncation_cutoff,
                 truncation_mean.
         """

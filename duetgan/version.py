@@ -1,3 +1,3 @@
-"""The version of Duet, as in pyproject.toml."""
+"""Define the version of Duet. pyproject.toml has the same."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""The commands of `duet`, which are also scripts at the top of a checkout.
+"""Define and run the commands of `duet`.
 
-Each module turns command-line options into one call.
+The module of a command parses its options and has a function `main(arguments)`.
 """
 
 import importlib

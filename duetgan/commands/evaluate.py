@@ -38,7 +38,7 @@ SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of evaluation: a task's usual one, or another one that an option requests."""
+    """The definition of an evaluation: a task's usual one, or one that an option requests."""
 
     task: str  # of the checkpoint
     # "module:function" that takes checkpoint, dataset, folder and options and returns the results
@@ -131,7 +131,11 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate a checkpoint, in several processes if requested; write and print the results."""
+    """Evaluate a checkpoint and write and print the results; return the exit code.
+
+    Several processes share the work if the options request it. With `--compare`, compare runs
+    instead.
+    """
     options = parser().parse_args(argv)
     if options.compare is not None:
         return compare_runs(options)
@@ -154,8 +158,9 @@ def main(argv: list[str]) -> int:
 def opened(path: Path, options: Namespace) -> tuple[dict[str, Any], Kind, str, "Dataset"]:
     """Read the checkpoint at `path` and open the test images.
 
-    Returns the checkpoint's content, the kind of evaluation, the path of the test images, and their
-    dataset. Raises UserError.
+    Returns the checkpoint's content, the evaluation that the task and the options request, the path
+    of the test images, and their dataset. Raises UserError, also for an option that this evaluation
+    does not have.
     """
     from duetgan.data.opening import dataset_for_model
     from duetgan.metrics.lineage import data_of, run_folder

@@ -82,9 +82,10 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Export a network, check the file, and print the result of the check.
+    """Export a network, check the file, print the result of the check, and return 0.
 
-    Raises CheckFailed (exit code 4) if the file is not as good as the original.
+    Raises CheckFailed (exit code 4) if the file does not agree with the original network. In this
+    case `--out` is not written.
     """
     options = parser().parse_args(argv)
     path = resolve(options.checkpoint, options.which)

@@ -118,7 +118,10 @@ def add_grid_options(add: Add) -> None:
 
 
 def write_grid(options: Namespace) -> str:
-    """Write a PNG file with a grid of samples, or a folder of samples if `--out` names a folder."""
+    """Write a grid of samples as a PNG file; return a message about it for the user.
+
+    If `--out` does not end in .png, it is a folder, to which each sample is written as a file.
+    """
     sampler, checkpoint, _ = open_sampler(options, every_class=True)
     from duetgan.inference.samples import draw_grid
 
@@ -128,7 +131,7 @@ def write_grid(options: Namespace) -> str:
 
 
 def psis(text: str) -> list[float]:
-    """Parse an option's comma-separated values of psi (truncation)."""
+    """Return the numbers in the text of `--psis`, which are values of psi (truncation)."""
     return [PSI(part) for part in text.split(",")]
 
 
@@ -138,7 +141,10 @@ def add_truncation_table_options(add: Add) -> None:
 
 
 def write_truncation(options: Namespace) -> str:
-    """Write a PNG file with a row for each truncation; all rows show the same samples."""
+    """Write a PNG file with a row for each truncation; return a message about it for the user.
+
+    All rows show the same samples.
+    """
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_truncation
 
@@ -156,7 +162,10 @@ def add_mix_options(add: Add) -> None:
 
 
 def write_mix(options: Namespace) -> str:
-    """Write a PNG file with a table of samples that mix the styles of two samples, A and B."""
+    """Write a PNG file with a table of mixed samples; return a message about it for the user.
+
+    Each cell mixes the styles of its row's sample A with those of its column's sample B.
+    """
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_mix, load_sources, parse_layers, with_styles
 
@@ -332,7 +341,8 @@ OUTPUTS = {
 def config_from(options: Namespace, config_class: type[C]) -> C:
     """Return an instance of a dataclass, with values from the command-line options.
 
-    A field gets the value of the option that has its name, otherwise its default.
+    A field gets the value of the option with the same name. If there is no such option, the field
+    has its default.
     """
     names = {field.name for field in fields(config_class)}  # type: ignore[arg-type]
     return config_class(**{name: value for name, value in vars(options).items() if name in names})
@@ -345,12 +355,13 @@ def open_sampler(
     several: bool = True,
     every_class: bool = False,
 ) -> "tuple[Sampler, Checkpoint, Path]":
-    """Read the checkpoint, and make a sampler as the options say.
+    """Read the checkpoint, and make a sampler with the settings of the command-line options.
 
-    Returns the sampler, the checkpoint's content, and the checkpoint's path. Raises UserError.
+    Returns the sampler, the checkpoint's content, and the checkpoint's path. Raises UserError for
+    unusable options or checkpoints.
 
     Args:
-        noise_mode: is used instead of `--noise-mode`.
+        noise_mode: replaces the option `--noise-mode`; None: use the option.
         several: True to accept a generator of images with several labels each.
         every_class: True to draw each of `--seeds` once for each class. Otherwise each seed gives
             one sample, and its class is the next one in turn.

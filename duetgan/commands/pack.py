@@ -31,9 +31,9 @@ RESERVED_BYTES = 128 << 20  # memory that malloc holds in huge pages
 
 
 def _or_auto(read: Callable[[str], T], auto: str | None) -> Callable[[str], T | str | None]:
-    """Return a function that parses an option's text, for `type` of `add_argument`.
+    """Return a parser of an option's text, to be passed to `add_argument` as `type`.
 
-    The function returns `auto` for the text "auto", and `read(text)` for any other text.
+    The parser returns the argument `auto` for the text "auto", and `read(text)` for other texts.
     """
     return lambda text: auto if text == "auto" else read(text)
 

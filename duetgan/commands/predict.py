@@ -66,7 +66,10 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Classify images and print predictions; return 2 if an image could not be read, else 0."""
+    """Classify images, and print or write the predictions; return the exit code.
+
+    It is 2 if an image could not be read or one of its results is missing, else 0.
+    """
     options = parser().parse_args(argv)
     path = resolve(options.checkpoint, options.which)
     # These import torch, which takes seconds, so the options are checked first.

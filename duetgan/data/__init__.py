@@ -1,4 +1,4 @@
-"""Data sets of images, and the loaders that turn them into batches."""
+"""Store images in packed files, read them as data sets, and load batches for training."""
 
 from typing import TYPE_CHECKING
 

@@ -22,9 +22,12 @@ def open_dataset(
 ) -> Dataset:
     """Open packed files, tar files, or a folder or zip file of images, as a data set.
 
-    Images that are not in packed files are packed first, once, into the user's cache. `shard_paths`
-    in data/packing/packed_files.py describes the argument `path`. The class `kind` describes the
-    other arguments and the errors.
+    Images that are not in packed files are packed first, once, into the user's cache.
+
+    Args:
+        path: see `shard_paths` in data/packing/packed_files.py.
+        kind: the class of the result, Dataset or a subclass, whose documentation describes the
+            other arguments and the errors.
     """
     name = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
     return kind(

@@ -1,1 +1,1 @@
-"""Planning of the quickstart: survey the images, measure the machine, choose the settings."""
+"""Plan the quickstart and run the plan: survey images, measure speeds, choose settings."""

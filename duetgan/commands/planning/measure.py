@@ -75,7 +75,10 @@ def add_request_options(parser: ArgumentParser) -> None:
 
 
 def request_words(options: Namespace) -> list[str]:
-    """Return the user's arguments for `add_request_options` as words, without --minutes."""
+    """Return the command-line words for the options of `add_request_options`, without --minutes.
+
+    A parser with these options turns the words into the same values.
+    """
     words = [options.source, *table_words(options)]
     if options.weights:
         words += ["--weights", options.weights]
@@ -90,10 +93,13 @@ def request_words(options: Namespace) -> list[str]:
 
 
 def survey(spec: str, options: Namespace | None = None) -> Survey:
-    """Return the properties of the images in `spec`, a folder, zip or table.
+    """Return the properties of the images in `spec`, a source for `open_source`.
 
-    Only DECODED of the images are decoded. `options` may name the columns of a table. Raises
-    UserError if the images are unsuitable.
+    At most DECODED of the images are decoded. Raises UserError if the images are unsuitable, for
+    example too few.
+
+    Args:
+        options: the user's options, which may name the columns of a table.
     """
     chosen = {name: getattr(options, name, None) for name in TABLE_OPTIONS}
     with open_source(spec, **chosen) as source:
@@ -205,11 +211,12 @@ class ThisMachine(Machine):
 def weights_at_hand(requested: str | None) -> Weights | None:
     """Return the ImageNet weights from which the classifier is fine-tuned, or None.
 
-    The first choice is the `requested` file, the second is ResNet-50's weights for the Frechet
-    distance, the third is torchvision's weights of DEFAULT_NETWORK. torchvision's are downloaded if
-    necessary; if that fails, the reason is printed.
+    The first choice is the file `requested`. The second is the file of ResNet-50's weights for the
+    Frechet distance (`find_weights`). The third is torchvision's weights of DEFAULT_NETWORK, which
+    are downloaded if necessary. If that fails, the reason is printed.
 
-    Raises UserError for a requested file that is missing or of an unknown network.
+    Raises UserError if the file `requested` is missing, or if the weights are of an unknown
+    network.
     """
     from torchvision.models import get_model_weights
 
@@ -263,7 +270,7 @@ def plan_lines(plan: Plan) -> list[str]:
 def make_plan(options: Namespace) -> Plan:
     """Survey the images, measure this machine unless `options.quick`, and return the plan.
 
-    Raises UserError.
+    Raises UserError for unsuitable images or weights.
     """
     start = time.perf_counter()
     images = survey(options.source, options)

@@ -187,9 +187,11 @@ class Plan(Stored):
 def choose(
     survey: Survey, machine: Machine, *, minutes: float, quick: bool = False, spent: float = 0.0
 ) -> Plan:
-    """Return the plan of a quickstart.
+    """Return the plan of a quickstart on the images of `survey`.
 
     Args:
+        machine: supplies the speeds of training.
+        minutes: the user's time limit for the whole quickstart.
         quick: True to train a few steps of the smallest size, whatever the time.
         spent: seconds that the survey and measurements took.
     """
@@ -221,7 +223,10 @@ class _Choice:
         self.ada = self.images < ADA_BELOW
 
     def plan(self, minutes: float, spent: float) -> Plan:
-        """Plan the classifier, which needs less time, then the GAN in the remaining time."""
+        """Return the plan: first of the classifier, then of the GAN in the remaining time.
+
+        The arguments are those of `choose`.
+        """
         survey = self.survey
         start = self.machine.start
         read = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
@@ -266,7 +271,10 @@ class _Choice:
         )
 
     def notes(self) -> list[str]:
-        """Return sentences about held-out images, unreadable images and missing classes."""
+        """Return the plan's notes about held-out images, unreadable images and missing classes.
+
+        Each note is a text for the user.
+        """
         survey = self.survey
         note = f"held out: the {survey.held_out:,} images of the source's own held-out part"
         if self.val_share is not None:
@@ -333,13 +341,16 @@ class _Choice:
     def classifier(self, budget: float) -> Training:
         """Return the plan of the classifier's training.
 
-        Without pretrained weights it is trained from scratch. Otherwise all layers are fine-tuned,
-        or only the last ones if there are few images or little time. The training sees a target
-        number of images. It sees up to three times as many if this takes at most half of the time
-        for the classifier.
+        Without pretrained weights, all layers are trained from scratch. With them, all layers are
+        fine-tuned, or only the last ones (`behind_frozen`) if there are few images or little time.
+
+        If all layers are trained, the training sees a target number of images, or as many as fit
+        into the classifier's part of `budget` if the target does not fit. If half of that part is
+        enough for more than the target, the training fills that half, but sees at most three times
+        the target.
 
         Args:
-            budget: seconds for the GAN's and the classifier's trainings.
+            budget: seconds for the classifier's and the GAN's trainings together.
         """
         config = SCRATCH
         options: list[str] = []
@@ -375,9 +386,9 @@ class _Choice:
 
         Args:
             budget: seconds for this training.
-            options: command-line options, which the plan extends.
+            options: the first command-line options of the plan, which select the weights.
             name: the name of the network.
-            reason: text for the user, which the plan extends.
+            reason: the beginning of the plan's text for the user (`Training.why`).
         """
         from duetgan.models.registry import backbone_of  # imports torch
 
@@ -423,8 +434,8 @@ class _Choice:
     def gan_size(self, budget: float) -> tuple[Size, Speed]:
         """Return the GAN's size and its training speed.
 
-        This is the largest size whose samples become recognisable within `budget` seconds of
-        training.
+        The size is the largest one, up to that to which `side_for` scales the images, whose samples
+        become recognisable within `budget` seconds of training. The smallest size always does.
         """
         size = SIZES[0]
         speed = self.gan_speed(size)
@@ -445,16 +456,18 @@ class _Choice:
         return self.machine.speed(*self.recipe(size), size.side, self.survey)
 
     def starts(self, size: Size) -> bool:
-        """Return True if a GAN of this size starts from the networks in START.
+        """Return True if the training of a GAN of this size starts from the networks in START.
 
-        Measurements showed that this is better for few images in colour.
+        It does if the images are few and in colour, and START has this size. Measurements showed
+        that the samples are then better.
         """
         return bool(size.started) and self.survey.channels == 3 and self.ada
 
     def gan(self, budget: float) -> Training:
         """Return the plan of the GAN's training.
 
-        It lasts `budget` seconds, or less if more training would make no visible difference.
+        The training lasts `budget` seconds. It is shorter if more training would make no visible
+        difference, and longer if `budget` is too little for GAN_STEPS steps.
         """
         size, speed = self.gan_size(budget)
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)

@@ -60,7 +60,7 @@ class Quickstart:
     """A runner of a quickstart's plan.
 
     Args:
-        folder: folder of the results.
+        folder: folder of the packed files, the runs, the summary and the report.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -148,8 +148,9 @@ class Quickstart:
     def evaluation(self, task: str) -> list[str]:
         """Return the command that evaluates the run of a task, "gan" or "classifier".
 
-        The classifier evaluates the GAN's samples, too. If it is `unfit` for this, for example
-        because held-out images are also training images, it only supplies features.
+        The plan's classifier, if there is one, takes part in the evaluation of the GAN: it
+        classifies the samples. If `unfit` gives a reason against it, for example that the
+        classifier was trained on test images, only its features are used.
         """
         from duetgan.metrics.features.extractors import find_weights
 
@@ -207,7 +208,11 @@ class Quickstart:
         print(f"report:  {display_path(report)}  (open it in a browser)")
 
     def next_step(self) -> str:
-        """Return advice on what would help most, with the command for it."""
+        """Return advice on how to get better results in a next quickstart, with the command.
+
+        The advice is to get ImageNet weights if the classifier was trained without them on few
+        images, otherwise to allow more time.
+        """
         plan = self.plan
         request = [word for word in plan.request if word != "--quick"]
         step = "train longer, for better and perhaps larger samples"
@@ -224,6 +229,10 @@ def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float
     """Return the content of summary.json: the plan, and the main metrics of both evaluations.
 
     Metrics have 95 % intervals. Of several distances only that of the first extractor is included.
+
+    Args:
+        evaluations: dict from task, "gan" or "classifier", to the content of its metrics.json.
+        seconds: duration of the quickstart.
     """
     classifier = None
     if plan.classifier is not None:
@@ -302,7 +311,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     """Return the plan in `folder`. If the folder has none, make one in another process.
 
     If that process fails, return its exit code. Raises UserError if the plan in the folder was made
-    for other options.
+    for other options or by another version of Duet.
     """
     file = folder / "plan.json"
     request = request_words(options)
@@ -327,8 +336,8 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
 def default_folder(source: str, quick: bool) -> Path:
     """Return the default folder of results.
 
-    This is runs/quickstart for the sample images, else runs/quickstart_NAME. With --quick, `_quick`
-    is appended.
+    This is runs/quickstart for the sample images, else runs/quickstart_NAME, where NAME is the file
+    name of `source` without its suffix. With `quick`, `_quick` is appended.
     """
     name = ""
     if source != SAMPLE:

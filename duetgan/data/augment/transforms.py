@@ -76,10 +76,10 @@ def random_shift(
     padding: int,  # px
     reflect: bool = False,  # only for a padding below the sides of the images
 ) -> torch.Tensor:
-    """Pad every image by `padding` px on all sides, and crop the original size at its offset.
+    """Pad every image by `padding` px on all sides, and crop it to its original size again.
 
-    The padding is black, or with `reflect` the image mirrored at its edges. The offsets are those
-    of the crops in the padded images.
+    `offsets` are the positions of the crops in the padded images. The padding is black, or with
+    `reflect` the image mirrored at its edges.
     """
     height, width = images.shape[2:]
     device = images.device

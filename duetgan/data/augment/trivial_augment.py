@@ -55,7 +55,10 @@ class Draws(NamedTuple):
 
 
 def draw(key: tuple[Key, ...], global_batch: int, rows: slice) -> Draws:
-    """Draw an operation for each image of the global batch, and return those of `rows`."""
+    """Draw an operation and a strength for each image of the global batch.
+
+    Returns those of the images `rows`. The draws depend on the seed key `key`.
+    """
     numbers = numpy_generator(*key)
     kinds = numbers.integers(len(KINDS), size=global_batch)
     bins = numbers.integers(BINS, size=global_batch)
@@ -103,9 +106,11 @@ def trivial_augment(
 
 
 def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[list[float]]:
-    """Return the matrix [2, 3] that maps a pixel of the result to its source.
+    """Return the matrix [2, 3] by which a geometric operation finds the source of each pixel.
 
-    It maps (x, y, 1) to (x', y'). Positions are in px from the centre of the image.
+    It maps (x, y, 1), the position of a pixel in the result, to the position (x', y') in the
+    original image. Positions are in px from the centre. `kind` is the name of the operation, such
+    as "rotate".
     """
     match kind:
         case "shear_x":  # about the upper left corner

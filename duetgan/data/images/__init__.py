@@ -121,7 +121,7 @@ def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Imag
 def has_another(image: Image.Image) -> bool:
     """Return True if an image has a second frame or page.
 
-    Counting all of them could take minutes.
+    Further ones are not counted, because this could take minutes.
     """
     try:
         image.seek(1)
@@ -244,7 +244,7 @@ def _scale(
 def through_floats(
     scaled: Callable[[np.ndarray], np.ndarray], pixels: np.ndarray, alpha: bool
 ) -> np.ndarray:
-    """Convert an image [H, W, C] to float32, apply `scaled` to it, and convert the result back.
+    """Convert an image [H, W, C] to float32, apply the function `scaled`, and convert back.
 
     The result has the depth of `pixels`. With `alpha`, the last channel is transparency: the
     colours are multiplied by it before `scaled` is called, and divided by it afterwards.

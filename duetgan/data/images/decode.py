@@ -46,10 +46,11 @@ class RandomCrop:
     def box(
         self, height: int, width: int, draws: np.random.Generator, target: Size = (1, 1)
     ) -> Box:
-        """Draw a crop of an image of `height` x `width` px, which will be resized to `target`.
+        """Return a random crop of an image of `height` x `width` px, drawn with `draws`.
 
-        Aspect ratios are relative to that of `target`. If none of TRIES draws fits into the image,
-        return the largest centre crop with an allowed aspect ratio.
+        The crop will be resized to `target`, so the limits `aspect` are relative to the aspect
+        ratio of `target`. If none of TRIES draws fits into the image, return the largest centre
+        crop with an allowed aspect ratio.
         """
         target_aspect = target[1] / target[0]
         low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
@@ -115,9 +116,9 @@ def decode_crop(
 ) -> None:
     """Decode the part of an image inside `box`, and resize it to fill `out`.
 
-    A large JPEG is first decoded at a reduced size (scaled DCT). OpenCV then resizes: by area
-    averaging if a side shrinks to less than half, else bilinearly. Raises ImageError if the image
-    cannot be decoded, or if its header has another size than `size`.
+    If `box` is much larger than `out`, a JPEG is first decoded at a reduced size (scaled DCT).
+    OpenCV then resizes: by area averaging if a side shrinks to less than half, else bilinearly.
+    Raises ImageError if the image cannot be decoded, or if its header has another size than `size`.
     """
     top, left, h, w = box
     channels, height, width = out.shape
@@ -153,11 +154,12 @@ def crop_into(
 
 
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:
-    """Shorten a baseline JPEG of `height` rows to its first `rows` rows and EXTRA_ROWS more.
+    """Shorten a JPEG of `height` rows to its first `rows` rows and EXTRA_ROWS more.
 
     The height in the frame header is lowered, so the decoder stops there. The extra rows are needed
     because the last rows of an image with subsampled colours are interpolated differently. Returns
-    the payload itself if it cannot be shortened.
+    the object `payload` itself if it has no more rows than these, or if it is not baseline: a
+    progressive JPEG cannot be shortened.
     """
     rows += EXTRA_ROWS
     position, end = 2, len(payload) - 9

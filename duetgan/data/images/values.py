@@ -44,16 +44,16 @@ READERS: dict[bytes, Callable[[bytes], Values | None]] = {}
 def decode_image(
     content: Content, spec: ImageSpec, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Decode an image to [H, W, C] with the channels and depth of `spec`, at its own size.
+    """Decode an image to [H, W, C] with the channels and depth of `spec`, without resizing.
 
     `size` is the height and width that the file's header must have; None accepts all. Raises
-    ImageError.
+    ImageError if the image cannot be read or converted.
     """
     return bring(native(content, spec.plain, size), spec)
 
 
 def kind(content: Content) -> ImageSpec:
-    """Return the channels, alpha and depth of an image as an ImageSpec, in which sizes are 0.
+    """Return the channels, alpha and depth of an image as an ImageSpec with height and width 0.
 
     Raises ImageError if the image cannot be read.
     """
@@ -90,7 +90,10 @@ def native(content: Content, plain: bool = False, size: tuple[int, int] | None =
 
 
 def of_pillow(image: Image.Image) -> Values:
-    """Return the values of an image that Pillow has opened, turned upright. Raises ImageError."""
+    """Return the values of an image that Pillow has opened, turned upright by its EXIF data.
+
+    Raises ImageError for a size or values that are not supported.
+    """
     image.load()  # metadata may follow the pixels
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or image.mode.startswith("I"):

@@ -129,10 +129,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return names
 
     def _read_groups(self, key: bytes, content: str) -> Iterator[tuple[range, bytes]]:
-        """Yield the records of each group of SIGNATURES images, and the group's value for `key`.
+        """Yield the records of each group of SIGNATURES images, and the group's stored value.
 
         The records are a range. The value comes without its checksum; it is b"" if the file has
-        none. The group's number is inserted into `key`. `content` names the value in messages.
+        none.
+
+        Args:
+            key: the value's key, with %d for the number of the group, such as NAME_KEY.
+            content: name of the value in messages.
         """
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
@@ -144,7 +148,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks. A block is a group of images that share a record for their index."""
+        """Number of blocks. A block is a group of images whose entries share one index record."""
         return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
@@ -177,7 +181,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
         """Return the images of a raw block, [n, C, H, W], as a view into the file.
 
-        The view is valid within the transaction.
+        The view is valid within the transaction. The checksum of the block is not compared. Raises
+        DamageError if the block is missing or has a wrong length.
         """
         records = self.block_range(block)
         shape = (len(records), *self.spec.shape)
@@ -222,7 +227,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 yield record
 
     def damage(self, records: Sequence[int], reason: str) -> DamageError:
-        """Return the error for damaged records."""
+        """Return the error for damaged records; `reason` says what is wrong with them."""
         return DamageError(self.path, records, reason, self.first)
 
     def close(self) -> None:
@@ -266,7 +271,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def gather(
         self, records: np.ndarray, out: np.ndarray, positions: np.ndarray | None = None
     ) -> None:
-        """Copy raw images into `out`, an array [n, C, H, W] of the file's data type, at once.
+        """Copy raw images into `out`, an array [n, C, H, W] of the file's data type.
 
         Image i, of record `records[i]`, is copied to `out[positions[i]]` (default: `out[i]`).
         Raises DamageError if a block that holds one of these records is damaged.

@@ -31,7 +31,8 @@ META_AT = HEAD + 24 + 48 + 6
 def check_tree(descriptor: int, page_size: int, size: int) -> None:
     """Check the pages of a file's tree, but do not read the values in overflow pages.
 
-    About one page of 4 KiB is read for each hundred records. Raises ValueError for damage.
+    `descriptor` is that of the open file, and `size` is the length of the file in bytes. About one
+    page of 4 KiB is read for each hundred records. Raises ValueError for damage.
     """
     metas = []
     for start in (META_AT, page_size + META_AT):
@@ -71,8 +72,8 @@ def _check_pages(pages: np.ndarray, numbers: np.ndarray, branch: bool, size: int
     """Check the pages of one level of the tree; return the numbers of their children, uint64 [n].
 
     `pages` are the bytes of the pages, uint8 [pages, bytes], and `numbers` are the numbers that
-    they should have. `branch` is True if they should have child pages. Raises ValueError for
-    damage.
+    they should have. `branch` is True if they should have child pages. `size` is the length of the
+    file in bytes. Raises ValueError for damage.
     """
     count, end = pages.shape
     words = np.ndarray((pages.size - 1,), "<u2", pages, strides=(1,))  # a word from each byte

@@ -227,7 +227,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch, self._batch_bytes = [], 0
 
     def finish(self) -> Meta:
-        """Write the metadata and the completion record, sync the file to the disk, and rename it.
+        """Complete the file, rename it to its target, and return its metadata.
 
         Raises ValueError if no image was added.
         """
@@ -239,8 +239,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         """Write the metadata and the completion record, and sync the file to the disk.
 
         The file keeps its hidden name until `publish`, so that several complete files can be
-        renamed together. `split`, if given, replaces the split of the constructor. Raises
-        ValueError if no image was added.
+        renamed together. `split`, if given, replaces the split of the constructor. Returns the
+        metadata. Raises ValueError if no image was added.
         """
         if not self.count:
             raise ValueError("no images were added")
@@ -303,10 +303,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path` must not be written.
+    """Raise UserError if a packed file must not be written at `path`.
 
-    If `path` is a link, this is checked for its target. An existing file may be written only if
-    `overwrite` is true.
+    A folder or a special file is never overwritten, and a file only if `overwrite` is true. For a
+    link, its target is checked.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")

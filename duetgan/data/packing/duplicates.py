@@ -61,9 +61,9 @@ class Report:
 
 
 def group_equal(numbers: np.ndarray) -> list[np.ndarray]:
-    """Group the indices of equal numbers.
+    """Return for each distinct number an array with all of its indices in `numbers`.
 
-    The indices of a group ascend. The groups are sorted by their first index.
+    The indices in an array ascend. The arrays are sorted by their first index.
     """
     order = np.argsort(numbers, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
@@ -185,8 +185,8 @@ def count_text(report: Report) -> str:
 def lines(report: Report, name: Name, other_name: Name) -> list[str]:
     """Return the lines of the text report: counts, groups of duplicates, pairs of near duplicates.
 
-    `name` and `other_name` name the records of the first and of the second file. Groups and pairs
-    with different labels come first.
+    The functions `name` and `other_name` return the name of a record in the first and in the second
+    file (see `naming`). Groups and pairs with different labels come first.
     """
     text = [count_text(report)]
     for group in sorted(report.exact, key=lambda group: not group.labels_differ):

@@ -45,9 +45,10 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def labels_document(label_sets: list[list[int]] | None, meta: Meta) -> dict[str, object]:
-    """Count images by number of labels (0, 1, more), by label set and by class.
+    """Return the numbers of images by number of labels (0, 1, more), by label set and by class.
 
-    Returns an empty dict for a file without label sets.
+    The dict is a part of the JSON document of `duet inspect`. It is empty for a file without label
+    sets.
     """
     if label_sets is None:
         return {}

@@ -42,10 +42,12 @@ class Candidates(NamedTuple):
 def near(signatures: np.ndarray) -> Candidates:
     """Find pairs of images whose difference hashes differ in at most DISTANCE bits.
 
-    `signatures` is SIGNATURE [n]. Every image is compared with every other one, on all cores. This
-    takes seconds for 60,000 images, and the time grows with the square of their number. Of exact
-    duplicates, only the first image is compared. An image whose hash has fewer than LEAST_BITS bits
-    set has no texture. It is not compared, because all flat images have the hash 0.
+    `signatures` is an array [n] of type SIGNATURE (data/lmdb/format.py). Every image is compared
+    with every other one, on all cores. This takes seconds for 60,000 images, and the time grows
+    with the square of their number. The search ends early if it has found more than LIMIT pairs.
+
+    Of exact duplicates, only the first image is compared. An image whose hash has fewer than
+    LEAST_BITS bits set has no texture. It is not compared, because all flat images have the hash 0.
     """
     _, first = np.unique(signatures["digest"], return_index=True)
     is_textured = np.bitwise_count(signatures["dhash"][first]) >= LEAST_BITS

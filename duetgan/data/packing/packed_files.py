@@ -89,7 +89,7 @@ def _paths_of(text: str) -> list[Path]:
 
 
 def _is_unpacked(path: Path) -> bool:
-    """Return True for a folder or zip file of images, which is not a packed file."""
+    """Return True for a zip file, and for a folder unless it is an LMDB (has a file data.mdb)."""
     return (path.is_dir() and not (path / "data.mdb").is_file()) or path.suffix.lower() == ".zip"
 
 

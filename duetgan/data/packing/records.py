@@ -150,10 +150,11 @@ def pixel_sums(image: np.ndarray) -> np.ndarray:
 
 
 def plain_codec(content: bytes, channels: int) -> int:
-    """Return the fastest decoder of a file that gives the same pixels as `decode_image`.
+    """Return the constant of the fastest decoder with the same result as `decode_image`.
 
-    It is CODEC_JPEG or CODEC_PNG for 8-bit files without transparency or rotation, unless colours
-    must be converted to grey (`channels` 1). It is CODEC_RULES for all other files.
+    `content` is an image file. The constant is CODEC_JPEG or CODEC_PNG for 8-bit files without
+    transparency or rotation, except for colours that must be converted to grey (`channels` 1). It
+    is CODEC_RULES for all other files.
     """
     modes = ("L",) if channels == 1 else ("L", "RGB")
     with Image.open(io.BytesIO(content), formats=formats(content)) as image:
@@ -229,9 +230,9 @@ def make_plan(
 ) -> Plan:
     """Return the settings for converting a source's images, as the options require.
 
-    The default channels and depth are those of `source.spec`. If this is None, they are 3 channels
-    of 8 bits, or the images' own ones if `source.as_is` is true. The default size is that of the
-    source, or else of the first readable image; all images must then have it.
+    The default channels and depth are those of `source.spec`. If `source.spec` is None, they are 3
+    channels of 8 bits, or the images' own ones if `source.as_is` is true. The default size is that
+    of `source.spec`, or else of the first readable image; all images must then have this size.
 
     Resize "auto" means "pad" if all images have one known size that is slightly smaller than
     `size`: on both sides, and on one of them by at most 1/8 of the shorter side of `size`.
@@ -398,11 +399,13 @@ def thread_count(source: Source, workers: int | None) -> int:
 
 
 def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
-    """Convert all images of a source, and yield the results in order.
+    """Convert all images of a source, and yield the results in the order of the source.
 
-    `workers` threads convert the images; 0 means the calling thread. Close the generator after an
-    error. Closing does not wait for the threads, because a thread that waits for a server must not
-    delay Ctrl-C or the end of the program.
+    A result is the image's Record, or an ImageError if the image cannot be used. `workers` threads
+    convert the images; 0 means the calling thread.
+
+    Close the generator after an error. Closing does not wait for the threads, because a thread that
+    waits for a server must not delay Ctrl-C or the end of the program.
     """
     if not workers:
         for row in range(len(source)):

@@ -50,11 +50,11 @@ def to_fraction(value: str | float) -> Fraction:
 def quotas(counts: Sequence[int], fraction: Fraction) -> list[int]:
     """Return the number of images to hold out of each class.
 
-    `counts` are the numbers of images of the classes. Each class gets `fraction` of its images,
-    rounded down. Then classes get one more, in descending order of their remainders (Hare's quota),
-    until the total is `fraction` of all images, rounded. Finally the numbers are limited: a class
-    of two or more images has at least one image in each part. A class with a single image keeps it
-    for training, and does not count in the total.
+    `counts` are the numbers of images of the classes. The number of each class is `fraction` of its
+    count, rounded down. Then classes get one more, in descending order of what rounding cut off
+    (Hare's quota), until the total is `fraction` of all images, rounded. Finally the numbers are
+    limited: a class of two or more images has at least one image in each part. A class with a
+    single image keeps it for training, and does not count in the total.
     """
     counts = [int(count) if count > 1 else 0 for count in counts]
     parts = [fraction * count for count in counts]
@@ -150,7 +150,8 @@ def group_counts(
     The last column counts all images of the group.
 
     Args:
-        labels: int64 [n].
+        groups: the records of each group.
+        labels: int64 [n], the label of each record.
         classes: bool [labels, classes], True for the classes of a label.
     """
     label_counts = []

@@ -1,4 +1,4 @@
-"""Features of a data set's images, computed once, which training reads in place of the images."""
+"""Hold the features of a data set's images, which training reads in place of the images."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from duetgan.data.reading.loader import Batch
 
 @dataclass(frozen=True)
 class CachedFeatures:
-    """The outputs of a network's first stages for every image of a data set.
+    """The features of every image of a data set: the outputs of a network's frozen stages.
 
-    Row i is for image i of the data set. Synthetic images follow the real ones.
+    Row i has the features of image i. Synthetic images follow the real ones.
     """
 
     rows: np.ndarray  # uint8 [count, bytes of an image's features], in memory or a mapped file

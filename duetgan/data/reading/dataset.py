@@ -256,9 +256,10 @@ class Dataset(AbstractContextManager["Dataset"]):
                 decode_crop(payload, entry["codec"], box, size, images[row], self.spec)
 
     def _box(self, size: Size, key: tuple[int | str, ...]) -> Box:
-        """Return the part of an image to read.
+        """Return the part of an image of height and width `size` that is read and scaled.
 
-        It is random if there are a crop and a key, and the centre otherwise.
+        If there are a crop and a random key, the part is random. Otherwise it is the largest centre
+        crop with the aspect ratio of the result.
         """
         if self.crop is None or not key:
             return centre_box(*size, self.spec.size)

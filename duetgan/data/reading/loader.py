@@ -149,7 +149,7 @@ class InfiniteLoader:
         return batch if self.device.type == "cpu" else batch.pinned()
 
     def _copy(self, position: Position) -> tuple[Batch, torch.Event | None]:
-        """Return the batch at a position on the device, and an event at the end of the copy.
+        """Return the batch at a position, on the device, and an event that marks the copy's end.
 
         The event is None if the device is the CPU.
         """

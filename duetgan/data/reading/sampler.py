@@ -24,7 +24,10 @@ class Position(NamedTuple):
 
 
 class SampleKeys(NamedTuple):
-    """The random keys for augmenting a batch on the CPU. `of` adds a sample's index to its key."""
+    """The values from which `of` makes the random key of each sample in a batch.
+
+    Augmentation on the CPU, such as a random crop, uses the keys.
+    """
 
     seed: int
     epochs: np.ndarray  # int64 [n]

@@ -79,10 +79,10 @@ class StagedLoader(InfiniteLoader):
 
 
 def at_resolution(dataset: Dataset, side: int) -> Dataset:
-    """Return the data set with its images scaled to a shorter side of `side` px.
+    """Return a data set of the same files, with images scaled to a shorter side of `side` px.
 
-    If `dataset` has that side, it is returned itself. Raises UserError if the files have changed
-    since `dataset` was opened.
+    If the images of `dataset` have this side already, return `dataset` itself. Raises UserError if
+    the files have changed since `dataset` was opened.
     """
     if side == dataset.spec.side:
         return dataset

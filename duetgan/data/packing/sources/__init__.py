@@ -113,8 +113,8 @@ def open_source(
 def group_by_name(source: Source, expression: str) -> Grouping:
     """Group images by a part of their stored names.
 
-    The part is what the parentheses of the regular expression match. Raises UserError for an
-    invalid expression, and for an image without a match.
+    The part is what the parentheses in the regular expression `expression` match. It becomes the
+    name of the group. Raises UserError for an invalid expression, and for an image without a match.
     """
     option = f"--group-from {shlex.quote(expression)}"
     with explained(re.error, lambda error: f"{option}: is not a regular expression ({error})"):
@@ -129,7 +129,7 @@ def group_by_name(source: Source, expression: str) -> Grouping:
 
 
 def is_source(path: Path) -> bool:
-    """Return True for a folder, and for a file that contains images, such as a zip file."""
+    """Return True for a folder, and for a file that `open_source` reads, such as a zip file."""
     suffix = path.suffix.lower()
     return path.is_dir() or suffix in READERS or (path.is_file() and is_lmdb(path))
 
@@ -140,9 +140,9 @@ def kinds() -> str:
 
 
 def open_images(spec: str) -> Source:
-    """Open all images of a file or folder, without labels. Sub-folders at any depth are included.
+    """Open all images of a file or folder as a source without labels and without splits.
 
-    Raises UserError if there are no images.
+    Sub-folders at any depth are included. Raises UserError if there are no images.
     """
     options = SourceOptions(label_column=NO_LABELS, split_column=NO_LABELS, classes_from="none")
     return _open(os.path.join(".", spec), options)

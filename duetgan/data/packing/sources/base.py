@@ -59,9 +59,10 @@ class Grouping(NamedTuple):
 
 
 def group_images(option: str, names: Sequence[str], item_name: Callable[[int], str]) -> Grouping:
-    """Return the Grouping of images, from the name of each image's group, [n].
+    """Return the Grouping of images with the fields `option` and `names`.
 
-    Raises UserError if a group's name is empty. The message has the `item_name` of the image.
+    Raises UserError if the name of a group is empty. The message contains `item_name(i)`, the name
+    of the first image i in such a group.
     """
     if "" in names:
         raise UserError(
@@ -128,7 +129,8 @@ class Source(AbstractContextManager["Source"]):
     def later(self, index: int) -> Callable[[], Content]:
         """Return a function that returns `content(index)` and may be called in any thread.
 
-        If the source is `in_order`, the content is read at once, in the calling thread.
+        If the source is `in_order`, this method reads the content in the calling thread, and the
+        function only returns the content or raises the error.
         """
         if not self.in_order:
             return partial(self.content, index)
@@ -158,10 +160,10 @@ class Source(AbstractContextManager["Source"]):
         Args:
             where: name of the source in messages.
             labels: the label or labels of each image, [n].
-            places: names of the images in messages, [n].
-            whole: sort classes as numbers if all labels are whole numbers.
+            places: names of the images in messages, [n]; empty to use `where`.
+            whole: True to sort classes as numbers if all labels are whole numbers.
 
-        Raises UserError for a negative whole number, and if no image has a label.
+        Raises UserError if no image has a label, and as `numbered` does.
         """
         lists = []
         for label in labels:
@@ -185,7 +187,7 @@ class Source(AbstractContextManager["Source"]):
         self._labels = np.array(numbers, np.int64)
 
     def by_class(self, histogram: np.ndarray) -> np.ndarray:
-        """Convert numbers of images per label to numbers of images per class."""
+        """Convert a histogram of labels to the number of images of each class."""
         if self.label_sets is None:
             return histogram
         return histogram @ multi_hot(self.label_sets, len(self.classes))
@@ -204,8 +206,8 @@ class Source(AbstractContextManager["Source"]):
     def fill_classes(self, classes: Sequence[str]) -> None:
         """Replace the source's classes by `classes`, and renumber its labels.
 
-        Does nothing unless `classes` contains all of the source's classes and at least one other.
-        Label sets are never renumbered.
+        If `classes` is not a proper superset of the source's classes, or if images have several
+        labels (`label_sets`), do nothing.
         """
         if self.label_sets is None and set(self.classes) < set(classes):
             numbers = [classes.index(name) for name in self.classes]
@@ -255,9 +257,12 @@ def numbered(
     """Return the class names that occur in `labels`, and the class index of each label.
 
     Classes are sorted as text. With `whole`, they are sorted as numbers if all labels are whole
-    numbers. A negative number then raises UserError, whose message names the image by `places`.
-    Labels are compared in Unicode's form NFC, because "é" may be one character, or two as macOS
-    writes it.
+    numbers, and a negative number raises UserError. Labels are compared in Unicode's form NFC,
+    because "é" may be one character, or two as macOS writes it.
+
+    Args:
+        where: name of the source in messages, used if there are no `places`.
+        places: name of each label's image in messages.
     """
     spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
     names = set(spelled.values())
@@ -305,15 +310,27 @@ def side_of(text: str) -> str:
 
 
 def first_of(split: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that SPLITS prefers for a split; None if no name fits."""
+    """Return the name in `names` that stands for `split` (`side_of`).
+
+    If there is none, return a name that stands for the split that SPLITS allows instead, such as
+    "val" instead of "test". If there is none either, return None.
+    """
     sides = {side_of(name): name for name in sorted(names, reverse=True)}
     return next((sides[side] for side in SPLITS[split] if side in sides), None)
 
 
 def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
-    """Return the one of `names` that fits `split` best. None means the train split.
+    """Return the name in `names` of the split that the user requests.
 
-    Raises UserError if no name fits.
+    This is a name that stands for `split` (`side_of`), such as "validation" for "val". If there is
+    none, the test split is taken for "val", and the validation split for "test".
+
+    Args:
+        where: the source, for the message of an error.
+        split: "train", "test" or "val"; None means "train".
+        names: the names of the source's splits.
+
+    Raises UserError if there is no such name.
     """
     names = sorted(names)
     if (name := first_of(split or "train", names)) is None:
@@ -325,7 +342,10 @@ def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> 
 
 
 def refuse_split(where: str | Path, split: str | None, noun: str = "splits") -> None:
-    """Raise UserError if `split` is test or val, for a source that has no splits."""
+    """Raise UserError if the user requests the test or val split of a source without splits.
+
+    The message names the source `where`, and says that it has no `noun`.
+    """
     if split in ("test", "val"):
         raise UserError(
             f"{where} has no {noun}: leave --split out to take all of it, or add --val-share 0.1"
@@ -352,8 +372,9 @@ def _visible(folder: Path) -> list[Path]:
 def shards_by_split(where: Path, suffix: str) -> tuple[dict[str, list[Path]], list[str]]:
     """Group the shards at `where`, a file or a folder, by the split in their names.
 
-    Returns a dict from split to paths, and the names of files with other suffixes. The split is ""
-    for names without one. Raises UserError if only some of the shards name a split.
+    A shard is a file with the suffix `suffix`. Returns a dict from the split, as the names spell it
+    in lower case ("validation"), to the paths, and a list of the names of all other files. The key
+    is "" for shards whose names contain no split. Raises UserError if only some names contain one.
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     ignored = []
@@ -377,10 +398,13 @@ def choose_shards(
 ) -> tuple[list[Path], tuple[str, ...], list[str]]:
     """Choose the shards of a split at `where`, a file or a folder.
 
-    None means the train split. If the shards have no splits, all of them are chosen. Returns the
-    paths of the shards, the names of all splits, and the names of files with other suffixes.
+    If `split` is None, the train split is chosen. If the names of the shards contain no split, all
+    shards are chosen. A single file also counts as train split if its name contains another split.
 
-    Raises UserError if there are other splits only, or if a shard is missing.
+    Returns the paths of the chosen shards, the names of all splits in the folder, and the names of
+    its files without the suffix `suffix`.
+
+    Raises UserError if the split does not exist, or if one of its shards is missing.
     """
     groups, ignored = shards_by_split(where, suffix)
     # A single file is used whatever split its name has.

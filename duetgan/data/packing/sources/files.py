@@ -3,7 +3,7 @@
 Nothing is extracted from a zip file to disk. The rules of folders and zip files are in
 docs/lmdb.md. In addition:
 
-- A source with images both at the top and in sub-folders is refused.
+- A folder that has images both directly in it and in sub-folders is refused.
 - The name of a split's folder may have any case, and "set" at the end (`Test`, `training_set`).
 - Other folders next to a train and a test folder are left out.
 - Without split folders all images are used. A request for the test or validation split is refused.
@@ -56,8 +56,9 @@ def arrange(
 ) -> None:
     """Set the source's images and classes by the paths of its files and folders.
 
-    The paths are relative, with "/". Raises UserError if there is no image, if the split's folder
-    is missing, if the classes are unclear, and for an unreadable or wrong `dataset.json`.
+    The paths are relative to the folder or zip file of the source, with "/". Raises UserError if
+    there is no image, if the split's folder is missing, if the classes are unclear, and for an
+    unreadable or wrong `dataset.json`.
     """
     where = source.where
     images, ignored = _images(where, files)
@@ -92,9 +93,10 @@ def arrange(
 def _take_manifest(source: "ListedSource", ignored: list[str], options: SourceOptions) -> bool:
     """Set the source's labels from its `dataset.json`, and return True if this file is used.
 
-    It is not used if it is missing, or if the option `classes_from` is set. A label in it is the
-    number or name of a class, or a list of them. Raises UserError if the document has another form,
-    or if its images are not exactly those of the source.
+    The file is not used if it is missing from `ignored`, the names of the files that are no images,
+    or if the option `classes_from` is set. A label in the file is the number or name of a class, or
+    a list of them. Raises UserError if the file has another form, or if its images are not exactly
+    those of the source.
     """
     manifests = [name for name in ignored if f"/{name}".endswith(f"/{MANIFEST}")]
     manifest = min(manifests, key=lambda name: name.count("/"), default="")
@@ -130,10 +132,16 @@ def _folder_classes(
     folders: list[str],
     classes_from: str | None,
 ) -> list[str]:
-    """Return the class of each image, which is the name of one of its folders.
+    """Return the class of each image, which is the name of one of the folders in its path.
 
-    This is the folder at the top or, with `classes_from` "parent", the folder that holds the image.
-    In the first case, folders at the top without images are added to the source's problems.
+    The class is the first folder in the path. With `classes_from` "parent" it is the last one,
+    which holds the image. If first folders are classes, those without images are added to the
+    source's problems.
+
+    Args:
+        prefix: path of the folder that has the class folders: "", or a path with "/" at the end.
+        paths: parts of each image's path relative to `prefix`; the last part is the file name.
+        folders: paths of all folders of the source, relative to the source.
     """
     if classes_from == "parent":
         return [path[-2] for path in paths]
@@ -185,8 +193,12 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
 def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -> str:
     """Return the path of the folder that has the class folders: "", or a path with "/" at the end.
 
-    The folder of the chosen split is entered, and so is a folder that is the only one at its level.
-    Sets the source's splits, unless it has some, and adds remarks.
+    The path enters the folder of the chosen split, if there are splits. It also enters a folder
+    without siblings, if all images in this folder are in sub-folders. Sets the source's splits,
+    unless it has some, and adds a remark about folders beside the splits.
+
+    Args:
+        folders: paths of all folders of the source, relative to the source.
     """
     where, prefix = source.where, ""
     splits: tuple[str, ...] = ()
@@ -210,10 +222,10 @@ def _enter(source: "ListedSource", folders: list[str], options: SourceOptions) -
 
 
 def _are_splits(tops: Collection[str], options: SourceOptions) -> bool:
-    """Return True if the folders at the top, which have images, are splits rather than classes.
+    """Return True if sibling folders with images are splits rather than classes.
 
-    They are splits if all of them have names of splits, or if there are a train and a test folder.
-    A single folder called train next to others is a class.
+    They are splits if all of their names, `tops`, stand for splits, or if one stands for train and
+    another for test or val. With the option `classes_from` "top", and no `split`, they are classes.
     """
     if options.classes_from == "top" and options.split is None:
         return False

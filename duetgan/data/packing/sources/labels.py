@@ -43,9 +43,10 @@ def as_value(value: object) -> Value:
 
 
 def find_name(where: str, option: str, name: str, columns: Sequence[str]) -> str:
-    """Return the one of `columns` that is called `name`, in upper or lower case.
+    """Return the column in `columns` whose name is `name`, apart from upper and lower case.
 
-    Raises UserError, whose message has the name of `option`, if there is no such column.
+    Raises UserError if there is none. The message names the table `where` and the command-line
+    option `option`.
     """
     for column in columns:
         if column.lower() == name.lower():
@@ -57,7 +58,10 @@ def find_name(where: str, option: str, name: str, columns: Sequence[str]) -> str
 
 
 def first_name(names: Iterable[str], columns: Sequence[str]) -> str | None:
-    """Return the column that matches the earliest of `names`, in any case; None if none does."""
+    """Return the first of `names` that is a column, as `columns` spell it; None if none is.
+
+    `names` are in lower case. The case of `columns` does not matter.
+    """
     lower = {column.lower(): column for column in columns}
     return next((lower[name] for name in names if name in lower), None)
 

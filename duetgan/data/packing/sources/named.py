@@ -87,9 +87,9 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """Return the paths of a split's image file and label file in `folder`, gzipped or not.
+    """Return the paths of a split's idx files in `folder`, gzipped or not: images, labels.
 
-    Returns None if one of the two is missing.
+    `split` is "train" or "test". Returns None if one of the two files is missing.
     """
     files = []
     for kind in ("images-idx3", "labels-idx1"):
@@ -103,10 +103,10 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
 def idx_source(
     name: str, folder: Path, split: str, classes: list[str] | None = None
 ) -> ArraySource:
-    """Open the images [n, H, W] and labels [n] of the idx files in `folder`.
+    """Open the images [n, H, W] and labels [n] of a split's idx files in `folder` as a source.
 
-    Without `classes` the class names are numbers. Raises UserError if a file is missing or damaged,
-    or if the files do not match.
+    If there are no `classes`, or fewer than the labels need, the class names are numbers. Raises
+    UserError if a file is missing or damaged, or if the files do not match.
     """
     if (paths := find_idx(folder, split)) is None:
         prefix = PREFIX[split]
@@ -126,9 +126,9 @@ def idx_source(
 
 
 def open_idx(split: str, root: Path | None) -> ArraySource:
-    """Open the idx files in the folder `root`. The class names are numbers.
+    """Open the idx files of a split in the folder `root`. The class names are numbers.
 
-    Raises UserError if `root` is None, and for missing or damaged files.
+    Raises UserError if `root` is None (no option --root), and for missing or damaged files.
     """
     if root is None:
         raise UserError(

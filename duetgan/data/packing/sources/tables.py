@@ -111,7 +111,7 @@ class TableSource(base.Source):
     def _values(self, columns: list[str]) -> Iterator[list[labels.Value]]:
         """Yield the values of each row in `columns`.
 
-        Raises UserError if their size exceeds the limit of a table.
+        Raises UserError if all values together exceed the size limit of a table.
         """
         size = 0
         for file in self.paths:
@@ -166,7 +166,10 @@ class TableSource(base.Source):
 def class_names_of(
     where: str, metadata: dict[bytes, bytes] | None, column: str | None
 ) -> list[str]:
-    """Return a column's class names from Hugging Face's metadata (ClassLabel), or []."""
+    """Return a column's class names from Hugging Face's metadata (ClassLabel); [] if it has none.
+
+    `metadata` is that of the table's schema. `where` names the table in messages.
+    """
     record = (metadata or {}).get(b"huggingface")
     if record is None or column is None:
         return []

@@ -1,9 +1,9 @@
 """Open tar files in webdataset's layout: one `.tar`, or a folder of shards.
 
 The files of a sample are contiguous, and their names are equal up to the first dot. The rest of a
-name is its suffix. An image's suffix marks the image; a `cls` file, or a field of a `json` file,
-has the label. Nothing is extracted: the positions of the images are listed once. Only regular files
-are read.
+name is its suffix. One file of a sample is an image, by its suffix. A file with the suffix `cls`,
+or a field of a file with the suffix `json`, has the label. Nothing is extracted: the positions of
+the images are listed once. Only regular files are read.
 """
 
 import itertools
@@ -101,8 +101,9 @@ class TarSource(Source):
             yield images, notes
 
     def _members(self, number: int) -> Iterator[tuple[re.Match[str], Member]]:
-        """Yield the regular files of a shard, each with the match of SAMPLE with its name.
+        """Yield the regular files of the shard `shards[number]`.
 
+        Each item is a pair: the match of SAMPLE with the file's name, and the file as a Member.
         webdataset's metadata is left out. Links, other special members and damage become problems.
         """
         shard = self.shards[number]
@@ -126,8 +127,8 @@ class TarSource(Source):
     def _read_notes(self, suffix: str, member: Member) -> dict[str, labels.Value]:
         """Return a dict from name to value, with the values of a file that may be labels.
 
-        A `cls` file has one such value: its text. Those of a `json` file are its fields. A file
-        that cannot be read becomes a problem, and gives no values.
+        A `cls` file has one value, its text, with the name "cls". The values of a `json` file are
+        its fields. A file that cannot be read gives an empty dict, and becomes a problem.
         """
         try:
             if member.size > NOTE_BYTES:
