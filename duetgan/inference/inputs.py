@@ -1,4 +1,4 @@
-"""The preparation of a user's image for a network, and the inputs of predict.py.
+"""Prepare a user's image for a network, and open the inputs of predict.py.
 
 The inputs may be images, folders, file name patterns, archives, packed files and lists.
 """
@@ -95,7 +95,7 @@ class Transform:
 
 
 def _hwc(image: np.ndarray | Tensor, plain: bool) -> np.ndarray:
-    """Convert an array or a tensor to an array [H, W, C]; with `plain`, C must be 1 or 3."""
+    """Convert an array or a tensor to an array [H, W, C]; if `plain` is True, C must be 1 or 3."""
     if isinstance(image, Tensor):
         image = image.detach().float() if image.is_floating_point() else image
         array = image.cpu().numpy()
@@ -128,9 +128,10 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
 
 
 def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None = None) -> Tensor:
-    """Read the image of the option `--image`, resized for a checkpoint's network, [C, H, W].
+    """Read the image of the option `--image` and resize it for a checkpoint's network.
 
-    `resize` is as in `Transform.of`. Raises UserError if the image cannot be read.
+    `resize` is as in `Transform.of`. Returns pixels [C, H, W]. Raises UserError if the image cannot
+    be read.
     """
     with explained(ImageError, lambda error: f"--image {path}: {error}; give another image"):
         return Transform.of(checkpoint, resize).read(path)
@@ -192,7 +193,10 @@ class Inputs:
 
 
 def _part(name: str) -> Source | list[str]:
-    """Return the images that a name of `Inputs` means: an open source, or a list of paths."""
+    """Return the images that `name`, one of the names of `Inputs`, stands for.
+
+    They are an open source, or a list of paths. Raises UserError as `Inputs` does.
+    """
     path = Path(name)
     if glob.has_magic(name) and not path.exists():
         matches = glob.glob(name, recursive=True)

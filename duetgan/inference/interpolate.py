@@ -33,8 +33,9 @@ from duetgan.utils.runlog.progress import Bar
 def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
     """Write the film to an .mp4 or .gif file and return its number of frames.
 
-    `scale` is the factor by which frames are enlarged; for the default see `enlargement`. The
-    memory needed does not depend on the number of frames. Raises UserError if a side would be odd.
+    `fps` is the number of frames a second. `scale` is the factor by which frames are enlarged; for
+    the default see `enlargement`. The memory needed does not depend on the number of frames. Raises
+    UserError if `scale` gives the frames an odd side.
     """
     scale = enlargement(journey.sampler.generator.spec.size, scale)
     with film(out, fps=fps, scale=scale) as add:
@@ -46,9 +47,9 @@ def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | Non
 class Journey:
     """Iterable of the frames of a film, uint8 [H, W, C]. Each iteration generates them again.
 
-    The film passes from sample to sample and back to the first, with `frames` frames from a sample
-    to the next: frame k is at k / `frames` of the way. All frames have the noise maps of sample 0,
-    so that nothing flickers.
+    The film passes from sample to sample and back to the first. Frame i * `frames` is sample i; the
+    frames in between interpolate to the next sample. All frames have the noise maps of sample 0, so
+    that nothing flickers.
     """
 
     def __init__(
@@ -84,7 +85,10 @@ class Journey:
             yield from (image.numpy().transpose(1, 2, 0) for image in images)
 
     def _images(self, numbers: range, noise: list[Tensor] | NoiseMode) -> Tensor:
-        """Generate the frames with these numbers: [n, C, H, W] in about [-1, 1]."""
+        """Generate the frames with these numbers, all with the same `noise`.
+
+        Returns images [n, C, H, W] in about [-1, 1].
+        """
         previous = [number // self.frames for number in numbers]  # keyframe of each frame
         following = [(keyframe + 1) % self.keyframes for keyframe in previous]
         keyframes = sorted({*previous, *following})
@@ -157,8 +161,8 @@ FORMATS = {  # suffix -> codec, pixel format, options of the codec, options of t
 def enlargement(size: Sequence[int], scale: int | None = None) -> int:
     """Return the factor by which frames of `size` (height, width) are enlarged.
 
-    It is `scale`; by default it is the smallest factor that gives even sides of at least LEAST_SIDE
-    px. Raises UserError if `scale` gives an odd side, which yuv420p does not support.
+    This is `scale` or, if `scale` is None, the smallest factor that gives even sides of at least
+    LEAST_SIDE px. Raises UserError if `scale` gives an odd side, which yuv420p does not support.
     """
     odd = [side for side in size if side % 2]
     if scale:
@@ -176,8 +180,8 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
     """Yield a function that appends a frame to a film.
 
     Frames are uint8 [H, W, 1 or 3], all of one size. Each pixel becomes `scale` x `scale` pixels.
-    The file appears when the block ends without an exception. Raises UserError if it cannot be
-    written.
+    The file appears when the block ends without an exception. Raises UserError if the file cannot
+    be written.
     """
     import av  # slow to import; most of generate.py does not need it
 
@@ -208,9 +212,9 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[Callable[[np.ndarray],
 
 
 def _with_palette(pixels: np.ndarray) -> Any:
-    """Return a frame as indices [H, W] into a palette, and the palette [256, 4].
+    """Return a frame, uint8 [H, W, 3], as indices [H, W] into a palette, and the palette [256, 4].
 
-    This is lossless for frames of at most 256 colours, such as grey ones.
+    The conversion is lossless for frames of at most 256 colours, such as grey ones.
     """
     image = Image.fromarray(pixels).quantize(256, dither=Image.Dither.NONE)
     palette = np.full((256, 4), 255, np.uint8)  # alpha, red, green, blue

@@ -1,4 +1,4 @@
-"""Styles of single images, and the files in which `generate.py project --save` stores them."""
+"""Read and write the latents of single images: the files of `generate.py project --save`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -50,13 +50,13 @@ def write_latents(
     generator: StyledGenerator,
     metadata: Mapping[str, object],
 ) -> None:
-    """Write latents to a safetensors file.
+    """Write the latents of one image, in one space or both, to a safetensors file.
 
-    The tensors are `w` [w_dim] and `w+` [num_ws, w_dim], if `spaces` has them. Noise maps [1, 1, h,
-    w] are stored as `SPACE.noise.LAYER`, unless the noise is the name of a mode. The file's
-    metadata are the entries of `metadata`, and `network`, the fingerprint of the generator.
-    `read_latents` uses the entries `noise`, the noise mode, and `class`, the class name of
-    `Latents.label`.
+    The tensors are `w` [w_dim] and `w+` [num_ws, w_dim], if `spaces` has them, and the noise maps
+    [1, 1, h, w], if there are any, as `SPACE.noise.LAYER`. The file's metadata are `metadata`, and
+    `network`, the fingerprint of the generator. The caller must supply the entries of `metadata`
+    that `read_latents` uses: `noise`, which is "const", "none" or, for noise maps, "optimise"; and
+    `class`, the name of the class `Latents.label`, or "" if this is None.
     """
     tensors = {}
     for space, latents in spaces.items():
@@ -73,8 +73,9 @@ def read_latents(source: str, generator: StyledGenerator, names: Sequence[str]) 
     """Read latents from a file that `write_latents` wrote.
 
     `source` is `FILE` or `FILE:SPACE`, where SPACE is w or w+. Without a space, w+ is read, or w if
-    the file has no w+. `names` are the names of the generator's labels. Raises UserError if the
-    file is missing or damaged, was not written by `write_latents`, or does not fit this generator.
+    the file has no w+. `names[i]` is the class name of the generator's label i. Raises UserError if
+    the file is missing or damaged, was not written by `write_latents`, or does not fit this
+    generator.
     """
     file, _, space = source.rpartition(":") if source.endswith((":w", ":w+")) else (source, "", "")
     tensors, metadata = read_tensors(Path(file), REMEDY)

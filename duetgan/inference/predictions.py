@@ -1,4 +1,4 @@
-"""Predictions of a classifier for a user's images, and the outputs of predict.py.
+"""Predict the classes of a user's images, and write the outputs of predict.py.
 
 The outputs are lines of text, JSON, CSV, images sorted into a folder for each class, and Grad-CAM
 maps.
@@ -68,10 +68,12 @@ def predict(
 ) -> Iterator[tuple[Input, Answer]]:
     """Yield (image, prediction) for each image, in order, with at most two batches in memory.
 
-    A prediction is a dict. It has `file`, `label`, and `probabilities` of the `top` most probable
-    classes, largest first; if the image cannot be read, only `file` and `error`. If the classifier
-    is multi-label, `labels` lists the labels that reach their thresholds, and `label` joins them
-    with ";". If `maps` are requested, `gradcam` is the path of the image's map.
+    A prediction is a dict. If the image cannot be read, it has only `file` and `error`. Otherwise,
+    it has `file`; `label`, the most probable class; and `probabilities`, a dict with the `top` most
+    probable classes, the largest probability first. If the classifier is multi-label, `labels`
+    lists the labels that reach their thresholds, and `label` joins them with ";". If `maps` is not
+    None, a Grad-CAM map is written for each image, and `gradcam` is its path. `resize` is as in
+    `Transform.of`.
     """
     classes: list[str] = checkpoint["classes"]
     transform = Transform.of(checkpoint, resize)
@@ -156,10 +158,11 @@ def save_maps(
 
 
 def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
-    """Return an output path STEM-KIND.png in `folder` for each file.
+    """Return an output path STEM-KIND.png in `folder` for each of `files`, the input images.
 
-    A number is added if an earlier output path or one of `files` has this path, even in another
-    case. Raises UserError if the folder is not writable.
+    STEM is the stem of the input's name. A number is added to the path if it is already that of an
+    output or an input; upper and lower case count as equal. Raises UserError if the folder is not
+    writable.
     """
     check_writable(folder)
     existing = {_identity(Path(file)) for file in files}
@@ -246,8 +249,9 @@ def _rows(path: Path, head: Sequence[str]) -> Iterator[Callable[[Sequence[object
 def sorter(folder: Path) -> Sink:
     """Return a function that puts an image into the folder of its predicted class, `folder`/CLASS.
 
-    For an image file it makes a link to the file; for an image in an archive it writes a copy.
-    Raises UserError if this fails.
+    For an image file the function makes a link to the file; for an image in an archive it writes a
+    copy. Images that could not be read are skipped. Raises UserError if a link or a copy cannot be
+    written.
     """
     check_writable(folder)
 
@@ -283,9 +287,9 @@ def sorter(folder: Path) -> Sink:
 
 
 def open_sinks(options: Namespace, classes: list[str], stack: ExitStack) -> Iterator[Sink]:
-    """Yield a function for each output that the options request; `stack` closes the outputs.
+    """Yield a function for each output that the options of predict.py request, see `Sink`.
 
-    The functions write the prediction of an image, see `Sink`.
+    Each function writes the prediction of an image to its output. `stack` closes the outputs.
     """
     if options.json:
         yield stack.enter_context(json_array(sys.stdout))
@@ -327,12 +331,19 @@ def line(answer: Answer) -> str:
 def requested_files(
     options: Namespace, kind: str, extra: str, inputs: Inputs, classes: list[str]
 ) -> tuple[list[Path], int | None] | None:
-    """Return the output path of each image for the option `--KIND DIR`, and a label.
+    """Return what the options `--KIND DIR` and `--KIND-class NAME` request.
 
-    The label is that of the class which the option `--KIND-class` names, or None without this
-    option. Without `--KIND` return None instead of both. `extra` names another option that needs
-    `--KIND`. Raises UserError for an unknown class, for options without DIR, and for a folder that
-    is not writable.
+    Returns None without `--KIND`. Otherwise returns two values: the output path in DIR of each
+    image, and the label of the class NAME, or None without `--KIND-class`.
+
+    Args:
+        options: The options of predict.py.
+        kind: KIND, such as "gradcam".
+        extra: Attribute of `options` of another option that is valid only with `--KIND`.
+
+    Raises:
+        UserError: The class is unknown, DIR is not writable, or `--KIND-class` or the option
+            `extra` is given without `--KIND`.
     """
     folder, name = getattr(options, kind), getattr(options, f"{kind}_class")
     if folder is None:

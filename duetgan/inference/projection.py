@@ -183,7 +183,7 @@ class Projection(Latents):
 
 
 class Projector:
-    """The searches for one target image, and their results.
+    """Object that runs the searches for one target image and holds their results.
 
     The generator's parameters must not require gradients.
     """
@@ -203,10 +203,10 @@ class Projector:
         self.spaces: dict[str, Projection] = {}
 
     def start(self, labels: Sequence[int]) -> Projection:
-        """Choose and return the start of the search, and set `first`, `spread` and `label`.
+        """Choose and return the start of the search; also set `first`, `spread` and `label`.
 
-        The candidates are the mean w of each class in `labels`. The start is the one whose image is
-        nearest to the target. Without labels the start is `w_avg`.
+        The candidates are the mean w of each class in `labels`. The start is the candidate whose
+        image is nearest to the target. If `labels` is empty, the start is `w_avg`.
         """
         noise: Maps
         if self.config.noise_mode == "optimise":
@@ -298,9 +298,9 @@ class Projector:
 
 
 def rate(step: int, steps: int) -> float:
-    """Return the factor of the learning rate at a step, 0 to 1.
+    """Return the factor, 0 to 1, by which the learning rate is multiplied at a step.
 
-    It rises linearly, stays at 1, and falls to 0 along a cosine.
+    Over the `steps`, it rises linearly, stays at 1, and falls towards 0 along a cosine.
     """
     rise = min(1.0, (step + 1) / (steps * WARM_UP))
     fall = min(1.0, (1 - step / steps) / COOL_DOWN)
@@ -310,10 +310,10 @@ def rate(step: int, steps: int) -> float:
 def correlation(maps: Sequence[Tensor]) -> Tensor:
     """Return a penalty on the correlation of neighbouring pixels in noise maps [1, 1, h, w].
 
-    The mean product of each pixel with its left neighbour is squared, likewise that with the
-    neighbour above. The penalty is the sum of these squares over the maps and their downscaled
-    copies, down to 8 px (StyleGAN2, appendix D). A downscaled copy is twice the mean of 2 x 2
-    pixels, so that white noise keeps its variance.
+    For each map, there are two terms: the squared mean product of each pixel with its left
+    neighbour, and the squared mean product with the neighbour above. The penalty is the sum of the
+    terms over the maps and their downscaled copies, down to 8 px (StyleGAN2, appendix D). A
+    downscaled copy is twice the mean of 2 x 2 pixels, so that white noise keeps its variance.
     """
     total = maps[0].new_zeros([])
     for level in maps:
@@ -344,10 +344,11 @@ def find(
     *,
     tick: Callable[[], object] = lambda: None,  # called after each step
 ) -> Projector:
-    """Search for the target in the spaces of `config`, starting from one of the sampler's classes.
+    """Search the spaces of `config` for latents whose image is near to the target.
 
-    Returns the projector, which holds the results. Raises UserError for a generator without w, for
-    one whose images are not 8-bit grey or RGB, and for missing weights.
+    The search starts from the mean w of one of the sampler's classes. Returns the projector, which
+    holds the results. Raises UserError for a generator without w, for one whose images are not
+    8-bit grey or RGB, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
     network = build_features(config.features, config.weights, sampler.device)
@@ -376,7 +377,8 @@ def project(
     """Find the latents of an image, and write a PNG with the image and the results.
 
     Returns lines of text about the distances from the image: one line for the start of the search,
-    and one for the result in each space, w or w+. `names` are the names of the classes.
+    and one for the result in each space, w or w+. `names[i]` is the class name of label i. `out` is
+    the PNG file.
     """
     steps = config.steps * len(SPACES[config.space])
     with Bar(total=steps, desc="projecting", unit="step", delay=1) as bar:

@@ -1,4 +1,4 @@
-"""Sampling of a generator, and pictures of samples: a grid, truncation and style mixing.
+"""Draw samples of a generator, and write pictures of them: a grid, truncation and style mixing.
 
 The number of a sample determines its class and its latents. The latents are drawn with a random key
 or come from a file.
@@ -37,12 +37,15 @@ from duetgan.utils.runlog.progress import Bar
 class Sampler:
     """A generator and the settings for drawing samples from it.
 
-    Samples are numbered from 0. With K chosen classes, number i is the (i // K)-th sample of class
-    `chosen[i % K]`. Without `sources`, a sample depends only on `seed`, its class and i // K. With
-    `sources`, it depends only on its class and the seed `sources[i]`, or `sources[i]` are its
-    latents. If images may have several labels, a class here is a set of labels
-    (`ImageGenerator.label_sets`). Raises UserError for a truncation that the generator does not
-    support.
+    Samples are numbered from 0. With K chosen classes, sample i has the class `chosen[i % K]`. An
+    unconditional generator counts as K = 1. If images may have several labels, a class here is a
+    set of labels (`ImageGenerator.label_sets`).
+
+    If `sources` is empty, sample i depends only on `seed`, its class and i // K. Otherwise,
+    `sources[i]` is either a seed or saved latents. If it is a seed, sample i depends only on this
+    seed and its class. If it is saved latents, sample i is generated from them.
+
+    Raises UserError for a truncation that the generator does not support.
     """
 
     generator: ImageGenerator
@@ -87,11 +90,11 @@ class Sampler:
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def classes(self, numbers: Sequence[int]) -> list[int]:
-        """Return the class of each sample number; an empty list for an unconditional generator."""
+        """Return the class of each of these samples; an empty list if there are no classes."""
         return [self.chosen[number % len(self.chosen)] for number in numbers if self.chosen]
 
     def labels(self, numbers: Sequence[int]) -> Tensor | None:
-        """Return the generator's `labels` input for these samples, on the CPU.
+        """Return the generator's input `labels` for these samples, on the CPU.
 
         Returns None for an unconditional generator.
         """
@@ -110,9 +113,9 @@ class Sampler:
         return [0 if isinstance(source, Latents) else source for source in sources]
 
     def saved(self, numbers: Sequence[int]) -> dict[int, Latents]:
-        """Return a dict from position in `numbers` to latents, for samples whose source is latents.
+        """Return a dict from position in `numbers` to the saved latents of the sample there.
 
-        Samples with a seed have no entry.
+        Samples whose source is a seed have no entry.
         """
         sources = enumerate(self.sources[number] for number in numbers if self.sources)
         return {row: source for row, source in sources if isinstance(source, Latents)}
@@ -161,7 +164,7 @@ class Sampler:
     def latents(self, numbers: Sequence[int]) -> "Start":
         """Draw z and noise of the samples with these numbers, and return them with the labels.
 
-        For a sample with saved latents, they are drawn from seed 0 as a placeholder.
+        For a sample with saved latents, z and noise are placeholders, drawn from seed 0.
         """
         z, maps = draw(
             self.generator,
@@ -193,7 +196,7 @@ class Sampler:
 def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
     """Return the generator; raise UserError if it has no w between z and the image.
 
-    The message names the `operation` that needs w.
+    `operation` is the name of the operation that needs w, for the message.
     """
     if not generator.has_styles:
         raise UserError(
@@ -206,9 +209,13 @@ def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
 def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
     """Return the labels of the classes that the option --classes selects.
 
-    `names` is class names with commas in between, or "all", which selects the first `most` classes
-    or, if `most` is None, all. Raises UserError for an unknown or a repeated class, and for any
-    name if `classes` is empty.
+    Args:
+        names: Value of the option: class names with commas in between, or "all".
+        classes: Names of all classes; empty if the generator is unconditional.
+        most: Number of classes that "all" selects, from the first; None for all.
+
+    Raises:
+        UserError: A class is unknown or repeated, or a class is named but there are none.
     """
     if names == "all":
         return list(range(len(classes)))[:most]
@@ -233,11 +240,11 @@ def draw_grid(
 ) -> int:
     """Write samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
-    The samples are those of the sampler's sources. If there are none, they are `count` samples of
-    alternating classes, and within each class the seeds ascend from the sampler's seed. The
-    captions of a grid, and the names and text chunks of single images, contain the seed (or the
-    file of latents) and the class name. `names` are the names of all classes. Returns the number of
-    samples.
+    There is a sample for each of the sampler's sources. Without sources, there are `count` samples
+    of alternating classes, and within each class the seeds ascend from the sampler's seed. By
+    default there are 8 of each class, or 64 without classes. The captions of a grid, and the names
+    and text chunks of single images, contain the seed (or the file of latents) and the class name.
+    `names[i]` is the class name of label i. Returns the number of samples.
     """
     num_classes, spec = len(sampler.chosen), sampler.generator.spec
     sampler = seeded(sampler, count or GRID[0] * num_classes or GRID[1])
@@ -293,9 +300,11 @@ def draw_truncation(
 ) -> int:
     """Write a PNG with a row for each truncation psi; all rows have the same latents and noise.
 
-    StyleGAN, section 4 and appendix B: w becomes mean + psi (w - mean), with the mean of
-    `sampler.truncation_mean`. The columns are the sampler's sources, or `count` seeds if there are
-    none. Returns the number of columns. Raises UserError for a generator without w.
+    Truncation changes w to mean + psi (w - mean) (StyleGAN, section 4 and appendix B). The mean is
+    the one that `sampler.truncation_mean` selects. Each column is a sample: one for each of the
+    sampler's sources or, without sources, `count` samples (by default `default_count`).
+    `names[i]` is the class name of label i, for the captions. Returns the number of columns. Raises
+    UserError for a generator without w.
     """
     with_styles(sampler.generator, "truncation")
     sampler = seeded(sampler, count or default_count(sampler))
@@ -322,12 +331,16 @@ def draw_mix(
     rows: Sequence[int | Latents] = (),
     columns: Sequence[int | Latents] = (),
 ) -> str:
-    """Write a PNG table of mixed styles (StyleGAN, section 3.1) and return its size, e.g. "8 x 8".
+    """Write a PNG table of mixed styles (StyleGAN, section 3.1).
 
     The first column has samples A, the first row has samples B. Each other cell has the styles and
     noise of its column's B at `layers`, and those of its row's A at the other layers. The sources
-    of A are `rows`, by default `count` seeds with steps of 2; the sources of B are `columns`, by
-    default the seeds in between. Raises UserError for a generator without w.
+    of A are `rows`, by default `count` seeds that ascend by 2 within each class. The sources of B
+    are `columns`, by default the seeds of A plus 1. `names[i]` is the class name of label i, for
+    the captions.
+
+    Returns the numbers of samples A and B as text, e.g. "8 x 8". Raises UserError for a generator
+    without w.
     """
     with_styles(sampler.generator, "mix")
     count = count or default_count(sampler, most=8)
@@ -360,7 +373,8 @@ def draw_style_tables(
 ) -> list[str]:
     """Write truncation.png and mixing.png into the folder `out` and return their names.
 
-    For a generator without w, write nothing and return an empty list.
+    `mean` is the `Sampler.truncation_mean`. For a generator without w, write nothing and return an
+    empty list.
     """
     generator = generator_from(checkpoint, device, several=True)
     if not generator.has_styles:
@@ -439,7 +453,7 @@ def _truncated(sampler: Sampler, latents: Latents, psi: float | None) -> Tensor:
 
 
 def mixed(a: Start, b: Start, row: int, layers: Sequence[int]) -> Start:
-    """Mix sample `row` of `a` with each sample of `b`.
+    """Mix sample `row` of `a` with each sample of `b`; return the inputs of the len(b) mixtures.
 
     The styles and the noise at `layers` come from `b`, all others from `a`.
     """
@@ -465,18 +479,18 @@ def synthesize(sampler: Sampler, start: Start) -> list[Tensor]:
 
 
 def default_count(sampler: Sampler, most: int = 16) -> int:
-    """Return the default number of samples: 8 or the number of classes, whichever is larger.
+    """Return the default number of samples.
 
-    It is at most `most`.
+    It is the number of chosen classes, but at least 8 and at most `most`.
     """
     return min(max(8, len(sampler.chosen)), most)
 
 
 def seeded(sampler: Sampler, count: int, *, step: int = 1) -> Sampler:
-    """Return a sampler whose sources are `count` seeds; return a sampler with sources unchanged.
+    """Return a copy of the sampler with `count` seeds as sources.
 
     Within each class, the first seed is the sampler's `seed`, and each further one is larger by
-    `step`.
+    `step`. A sampler that has sources already is returned unchanged.
     """
     if sampler.sources:
         return sampler
@@ -492,11 +506,12 @@ def load_sources(
     *,
     times: int = 1,
 ) -> list[int | Latents]:
-    """Convert the sources of samples to seeds and latents; file names are read as latents.
+    """Convert the sources of samples to seeds and latents; read the latents of file names.
 
-    Each seed is repeated `times` times, once for each chosen class. If `times` is above 1, latents
-    are moved to the end, because they have a class already. Raises UserError for latents that do
-    not fit the generator.
+    Each seed is repeated `times` times, once for each chosen class. Latents, which have a class
+    already, are not repeated. If `times` is above 1, they are moved to the end, where they do not
+    shift the classes of the seeds. `names[i]` is the class name of label i. Raises UserError for
+    latents that do not fit the generator.
     """
     result: list[int | Latents] = []
     for source in sources:
@@ -518,9 +533,10 @@ def load_sources(
 
 
 def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """Return the caption of each sample: its class name, if there are classes, and its seed.
+    """Return the caption of each of these samples: its class name, if any, and its seed.
 
-    For saved latents, the caption is the name of their file.
+    For saved latents, the caption is the name of their file. `names[i]` is the class name of label
+    i.
     """
     heads = [f"seed {seed}" for seed in sampler.seeds(numbers)]
     for row, label in enumerate(sampler.classes(numbers)):
@@ -531,7 +547,7 @@ def captions(sampler: Sampler, names: Sequence[str], numbers: Sequence[int]) -> 
 
 
 def parse_layers(text: str, count: int) -> list[int]:
-    """Parse layers like `0-3,6` into an ascending list.
+    """Parse layers like `0-3,6` of a generator with `count` layers into an ascending list.
 
     Raises UserError for an invalid text and for layers outside 0 to `count` - 1.
     """

@@ -95,7 +95,7 @@ def sources(text: str) -> list[int | str]:
 
 
 def check_film(path: Path, *, fps: int) -> None:
-    """Raise UserError if the format of the file does not support this frame rate."""
+    """Raise UserError if `path` is a GIF and `fps`, the frames a second, are too many for it."""
     if path.suffix.lower() == ".gif" and fps > FASTEST_GIF:
         raise UserError(
             f"--fps {fps}: a GIF shows at most {FASTEST_GIF} frames a second; write an .mp4 or go slower"
@@ -103,10 +103,10 @@ def check_film(path: Path, *, fps: int) -> None:
 
 
 def label_of(name: str, classes: Sequence[str], option: str) -> int:
-    """Return the label of the class that an option names.
+    """Return the label of the class `name`, its index in `classes`.
 
     If a class is a set of labels, they may have any order: "b;a" names the set "a; b". Raises
-    UserError for an unknown class.
+    UserError for an unknown class; the message names the `option`.
     """
     if name not in classes and ";" in name:
         parts = _parts(name)

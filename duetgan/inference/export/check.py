@@ -71,8 +71,11 @@ def compare(
 ) -> Row:
     """Compare the outputs `result` [n, ...] of a network with those of the original network.
 
-    `size` is the size of the network in bytes. `labels` are the true classes, if known. `classes`
-    is True if the outputs are logits.
+    Args:
+        name: Name of the network, for the row.
+        size: Size of its weights or its file in bytes.
+        labels: True classes, int64 [n], if known.
+        classes: True if the outputs are logits of classes, so that predictions can be compared.
     """
     row = Row(name=name, bytes=size, largest_difference=math.inf)
     if result.shape == original.shape:
@@ -87,7 +90,11 @@ def compare(
 
 
 def judge(row: Row, form: Format, original: Tensor) -> str | None:
-    """Return the reason why an exported file fails the check, or None if it passes."""
+    """Return the reason why an exported file fails the check, or None if it passes.
+
+    `row` compares the file with the original network. `form` has the limits, and `original` are the
+    outputs of the original network.
+    """
     if not form.quantized:
         limit = form.limit * max(1.0, float(original.abs().max()))
         if row.largest_difference <= limit:
@@ -105,7 +112,7 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
 
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as JSON objects, with null for differences that are not finite."""
+    """Return the rows as dicts, ready for JSON, with None for differences that are not finite."""
     entries = [asdict(row) for row in rows]
     for entry in entries:
         if not math.isfinite(entry["largest_difference"]):
@@ -137,7 +144,11 @@ def _cell(form: str, value: float | None) -> str:
 
 
 def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
-    """Raise UserError for options of export.py that can be seen to be invalid before any work."""
+    """Check the options of export.py before any work, and raise UserError for invalid ones.
+
+    Also raises UserError if an optional package is missing or the folder of the output is not
+    writable.
+    """
     form, task = FORMATS[job.format], checkpoint["task"]
     is_new = not job.out.exists() or (job.out.is_dir() and not any(job.out.iterdir()))
     programs = [name for name, candidate in FORMATS.items() if candidate.truncates]
@@ -182,9 +193,10 @@ def check_job(job: Namespace, checkpoint: Checkpoint) -> None:
 
 
 def open_subject(job: Namespace, checkpoint: Checkpoint) -> Subject:
-    """Load the network, and the inputs with which its export is checked.
+    """Load the network to export, and the inputs with which the export is checked.
 
-    A classifier's inputs are images from a file; a generator's inputs are drawn.
+    The inputs of a classifier are images from a file; those of a generator are random latents. The
+    option `--fit-temperature` first fits a temperature and stores it in `checkpoint`.
     """
     if checkpoint["task"] == "gan":
         return generator_subject(

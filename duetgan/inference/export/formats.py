@@ -43,7 +43,7 @@ class Format:
         return importlib.import_module(self.module).load(subject, path)
 
     def check_packages(self) -> None:
-        """Raise UserError, with the command to install them, if optional packages are missing."""
+        """Raise UserError if an optional package is missing; the message tells how to install."""
         names = " ".join(self.needs)
         with explained(
             ImportError, lambda error: f"this format needs {names} ({error}); `pip install {names}`"

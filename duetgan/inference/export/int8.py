@@ -1,4 +1,4 @@
-"""The format `int8`: a classifier's ONNX graph in 8-bit integers."""
+"""Write and load the export format `int8`, a classifier's ONNX graph in 8-bit integers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,9 @@ load = onnx.load
 def write(subject: Subject, path: Path) -> None:
     """Write an ONNX graph with static int8 quantization.
 
-    Weights are quantized with a scale for each output channel, activations by their ranges for the
-    calibration images. Weights use 7 of the 8 bits, because sums of two products must fit into 16
-    bits on CPUs without VNNI.
+    Each output channel of the weights has a scale. The scales of activations come from the ranges
+    of their values for the calibration images. Weights use 7 of the 8 bits, because sums of two
+    products must fit into 16 bits on CPUs without VNNI.
     """
     from onnxruntime import quantization  # an optional package
     from onnxruntime.quantization.shape_inference import quant_pre_process

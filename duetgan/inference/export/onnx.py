@@ -1,4 +1,4 @@
-"""The format `onnx`: an ONNX graph."""
+"""Write and load the export format `onnx`, an ONNX graph."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from duetgan.models.restore import ENTRY
 def write(subject: Subject, path: Path) -> None:
     """Write the network as an ONNX graph, with BatchNorm folded into the convolutions.
 
-    The entry `duet` of its metadata holds `contents` as JSON. The other entries are those of
-    `interface` and of the truncation.
+    The entry `duet` of the graph's metadata holds the result of `contents` as JSON. The other
+    entries are those of `interface` and of the truncation.
     """
     from onnxscript import optimizer  # an optional package
 

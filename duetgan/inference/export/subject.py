@@ -26,7 +26,7 @@ Runner = Callable[[Inputs], Tensor]
 
 
 def as_runner(network: nn.Module) -> Runner:
-    """Return a network as a function of its tuple of inputs."""
+    """Return a function that calls the network with a tuple of its inputs."""
     return lambda inputs: network(*inputs)
 
 
@@ -37,9 +37,9 @@ EXAMPLES = 2  # rows of the inputs for tracing; torch.export would treat a batch
 class Drawing(nn.Module):
     """Module that generates images from z [N, z_dim] and labels, with stored noise.
 
-    w is truncated to `psi`. The images [N, channels, height, width] are in about [-1, 1]. Labels
-    are int64 [N], or multi-hot floats [N, classes] if images may have several labels; an
-    unconditional generator takes none.
+    w is truncated by `psi` towards the `mean`. The images [N, channels, height, width] are in about
+    [-1, 1]. Labels are int64 [N], or multi-hot floats [N, classes] if images may have several
+    labels; an unconditional generator takes none.
     """
 
     centres: Tensor  # centres of the truncation: [labels, w_dim], or [w_dim] for all labels
@@ -123,7 +123,8 @@ def generator_subject(
 ) -> Subject:
     """Return a GAN's generator with inputs to check an export with.
 
-    The latents are those that evaluation draws for seed 0. The labels repeat all classes in order.
+    `psi` and `mean` are the truncation. The latents are those that evaluation draws for seed 0. The
+    labels are all classes (or label sets) in order, repeated until there are SAMPLES labels.
     """
     generator = generator_from(checkpoint, several=True)
     z, _ = draw(generator, range(SAMPLES), 0)

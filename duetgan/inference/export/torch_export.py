@@ -1,4 +1,4 @@
-"""The format `torch-export`: a program of PyTorch."""
+"""Write and load the export format `torch-export`, a program of torch.export."""
 
 import contextlib
 import json
@@ -19,7 +19,8 @@ from duetgan.models.restore import ENTRY
 def write(subject: Subject, path: Path) -> None:
     """Write the network as a program of torch.export.
 
-    The extra file `duet.json` in the program holds `contents`, `interface` and the truncation.
+    The extra file `duet.json` in the program holds the results of `contents` and `interface`, and
+    the truncation.
     """
     content = interface(subject.checkpoint) | subject.truncation | contents(subject.checkpoint)
     extra_files = {f"{ENTRY}.json": json.dumps(content)}

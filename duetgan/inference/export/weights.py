@@ -1,7 +1,8 @@
-"""The format `safetensors`: a file of weights that describes their network in its metadata.
+"""Write and load the export format `safetensors`: weights, with a description of their network.
 
-The metadata entry `duet` is the JSON of `contents`; with it, `models.restore.read_weights` returns
-a checkpoint. The other entries are those of `interface`.
+The description is in the file's metadata. The entry `duet` is the result of `contents` as JSON;
+`models.restore.read_weights` needs it to return a checkpoint. The other entries are those of
+`interface`.
 """
 
 import json
@@ -29,12 +30,15 @@ from duetgan.utils.image_spec import ImageSpec
 
 
 def write(subject: Subject, path: Path) -> None:
-    """Write the weights with their description."""
+    """Write the EMA weights of the subject's checkpoint with a description of their network."""
     write_weights(path, subject.checkpoint)
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Build the network from only the file's weights and metadata, and return it as a function."""
+    """Build the network from the file at `path` alone, and return it as a function.
+
+    `subject` only tells whether the network is a classifier or a generator.
+    """
     checkpoint = read_weights(path)
     if subject.is_classifier:
         return as_runner(classifier_from(checkpoint, several=True))
@@ -47,9 +51,10 @@ OPTIONAL_KEYS = ("stage", "teachers", "sets")  # keys that not every checkpoint 
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the description of a network for its weights file: the checkpoint without its state.
+    """Return a description of a checkpoint's network, ready for JSON, to store with its weights.
 
-    Paths and training settings are left out, too, because the file may be published.
+    It has the checkpoint's entries that are needed to build the network and to trace the origin of
+    its weights. Paths and training settings are left out, because the file may be published.
     """
     task, config = checkpoint["task"], checkpoint["config"]
     sections = {name: config[name] for name in SECTIONS[task] if name in config}
@@ -68,7 +73,7 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def interface(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return texts that describe a network's inputs and outputs, for people and as metadata.
+    """Return a dict of texts that tell people the inputs and outputs of a checkpoint's network.
 
     The entries are `input`, `output`, and `classes` as JSON. A multi-label classifier also has
     `thresholds` as JSON: for each label, the least probability at which an image has it.
@@ -109,7 +114,10 @@ def interface(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def write_weights(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the EMA weights of a checkpoint's network with its description. Raises OSError."""
+    """Write the EMA weights of a checkpoint's network with a description of the network.
+
+    Raises OSError.
+    """
     state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     write_tensors(path, tensors, {ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)})
