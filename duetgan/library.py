@@ -1,4 +1,4 @@
-"""Functions and classes that load trained networks and apply them to images."""
+"""Load trained networks, and apply them to images."""
 
 import itertools
 import os
@@ -201,8 +201,9 @@ class Generator(nn.Module):
 
         Args:
             z: [N, z_dim], drawn from a standard normal distribution.
-            labels: int64 [N], indices into `class_names`, or class weights [N, classes] to mix
-                classes; None for an unconditional generator.
+            labels: int64 [N], indices into `class_names`; or class weights [N, classes], for
+                mixtures of classes and for images with several labels; None for an unconditional
+                generator.
             options: keyword arguments for the network: noise, truncation_psi, truncation_cutoff,
                 truncation_mean.
         """

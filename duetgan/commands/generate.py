@@ -34,7 +34,7 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Output:
-    """A subcommand of generate.py, which writes one kind of output."""
+    """A subcommand of generate.py, such as `grid`: its function, options and help."""
 
     help: str
     run: Callable[[Namespace], str]  # returns a message about what was written
@@ -48,7 +48,7 @@ class Output:
 
 
 def parser() -> Parser:
-    """Return the parser, with a subcommand for each kind of output."""
+    """Return the parser, with a subcommand for each of OUTPUTS."""
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, output in OUTPUTS.items():
@@ -141,9 +141,9 @@ def add_truncation_table_options(add: Add) -> None:
 
 
 def write_truncation(options: Namespace) -> str:
-    """Write a PNG file with a row for each truncation; return a message about it for the user.
+    """Write a PNG file with truncated samples; return a message about it for the user.
 
-    All rows show the same samples.
+    There is a row for each value of `--psis`. All rows show the same samples.
     """
     sampler, checkpoint, _ = open_sampler(options)
     from duetgan.inference.samples import draw_truncation

@@ -68,7 +68,8 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Classify images, and print or write the predictions; return the exit code.
 
-    It is 2 if an image could not be read or one of its results is missing, else 0.
+    The exit code is 2 if an image could not be read, or if an additional result that an option
+    requests could not be computed for an image. Otherwise it is 0.
     """
     options = parser().parse_args(argv)
     path = resolve(options.checkpoint, options.which)

@@ -213,7 +213,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
 
     The first choice is the file `requested`. The second is the file of ResNet-50's weights for the
     Frechet distance (`find_weights`). The third is torchvision's weights of DEFAULT_NETWORK, which
-    are downloaded if necessary. If that fails, the reason is printed.
+    are downloaded if necessary. If the download fails, the reason is printed.
 
     Raises UserError if the file `requested` is missing, or if the weights are of an unknown
     network.

@@ -213,8 +213,8 @@ class Meta(Stored):
     def conditions(self, labels: np.ndarray | Sequence[int]) -> np.ndarray:
         """Convert labels, int64 [n], to the input of conditional networks.
 
-        Without label sets (`sets`), this is the labels themselves. With label sets, it is multi-hot
-        vectors, float32 [n, classes].
+        Without label sets (`sets`), the result is the labels themselves. With label sets, the
+        result is multi-hot vectors, float32 [n, classes].
         """
         if self.sets is None:
             return np.asarray(labels)

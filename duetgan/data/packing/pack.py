@@ -30,9 +30,9 @@ from duetgan.utils.runlog.progress import Bar, showing
 
 
 class _Skipped:
-    """The problems of the images that packing skips.
+    """A record of the images that packing skips, with the reasons.
 
-    With `on_error` "stop" no image may be skipped.
+    With `on_error` "stop", an image that would be skipped raises UserError instead.
     """
 
     def __init__(self, source: Source, on_error: str, remedy: str) -> None:
@@ -66,9 +66,9 @@ class _Skipped:
 def _check_classes(source: Source, against: Path | None) -> None:
     """Raise UserError if the source's classes cannot be packed.
 
-    Without `against`, every class must have images. Otherwise the classes must be those of the
-    packed file `against`. The source may lack some of these, as held-out images may; they are added
-    to it.
+    Without `against`, every class must have images. With it, the source must have the classes of
+    the packed file `against`. The source's images may lack some of these classes, which are then
+    added to the source.
     """
     if against is None:
         source.check_classes()
@@ -196,10 +196,10 @@ def _write(
     skipped: _Skipped,
     keep: bool,
 ) -> tuple[list[int], list[Record]]:
-    """Write every usable image.
+    """Write every usable image among `images`, the results of `converted` for the source.
 
-    Returns the indices of the written images in the source and, if `keep` is true, their records
-    without payloads (else an empty list).
+    All other images are added to `skipped`. Returns the indices of the written images in the source
+    and, if `keep` is true, their records without payloads (else an empty list).
     """
     rows = []
     records = []

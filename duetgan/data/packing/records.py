@@ -117,7 +117,10 @@ def pyramid(image: np.ndarray, layout: Layout) -> list[np.ndarray]:
 
 
 def signature(pixels: np.ndarray) -> np.ndarray:
-    """Return the signature of an image [H, W, C], by which duplicates are found: SIGNATURE [1]."""
+    """Return the signature of an image [H, W, C], by which duplicates are found.
+
+    The result is an array [1] of type SIGNATURE (data/lmdb/format.py).
+    """
     pixels = np.ascontiguousarray(pixels)
     digest = hashlib.blake2b(pixels.data, digest_size=8, person=b"%dx%d" % pixels.shape[:2])
     if pixels.shape[2] in (1, 3):
@@ -389,8 +392,8 @@ def _convert(source: Source, plan: Plan, row: int, read: Callable[[], Content]) 
 def thread_count(source: Source, workers: int | None) -> int:
     """Return the number of threads that convert images, in addition to the calling thread.
 
-    It is `workers` if that is given. Otherwise it is one per core, up to MOST_WORKERS. It is 0 for
-    arrays, which need no decoding, and on a single core.
+    This is `workers`, unless it is None. The default is one thread per core, up to MOST_WORKERS. It
+    is 0 for arrays, which need no decoding, and on a single core.
     """
     if workers is None:
         is_decoded = not isinstance(source, ArraySource) and cores() > 1

@@ -92,9 +92,9 @@ def draw(
     """Draw the records to hold out, bool [n]. The result depends on contents, labels and seed only.
 
     The groups are visited in the order of their keys (`in_order_of_keys`). A group is held out if
-    it fits into the remaining quotas of its classes. A class may then have a quota but no held-out
-    image. It gets the smallest group that leaves a training image of each class in the group, if
-    there is such a group.
+    it fits into the remaining quotas of its classes. Afterwards, a class may have a quota but no
+    held-out image. For such a class, one more group with images of the class is held out: the
+    smallest that leaves a training image of each class in the group, if there is one.
 
     The key of a group does not depend on other groups. So when images are added later, few images
     move to the other part.

@@ -184,7 +184,7 @@ class InfiniteLoader:
         return batch
 
     def read_from(self, features: "CachedFeatures | None") -> None:
-        """Read the next batches from `features`, or from the images if it is None."""
+        """Read all further batches from `features`, or from the images if `features` is None."""
         if features is not self._features:
             self.close()
             self._features = features

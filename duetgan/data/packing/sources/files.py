@@ -3,7 +3,7 @@
 Nothing is extracted from a zip file to disk. The rules of folders and zip files are in
 docs/lmdb.md. In addition:
 
-- A folder that has images both directly in it and in sub-folders is refused.
+- A source with images both inside and outside class folders is refused.
 - The name of a split's folder may have any case, and "set" at the end (`Test`, `training_set`).
 - Other folders next to a train and a test folder are left out.
 - Without split folders all images are used. A request for the test or validation split is refused.
@@ -153,7 +153,7 @@ def _folder_classes(
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the visible files: first those of images, then all others.
+    """Return two sorted lists of visible files: the names of images, and the names of all others.
 
     Images are recognised by their suffix. If there are none, .npy files are the images. Raises
     UserError if there are no images at all.

@@ -36,17 +36,17 @@ class Columns:
 
 
 def as_value(value: object) -> Value:
-    """Return the value of a table's cell as text. A list becomes a list of texts."""
+    """Return the value of a table's cell as text: "" for None, a list of texts for a list."""
     if isinstance(value, list):
         return [str(item).strip() for item in value]
     return "" if value is None else str(value).strip()
 
 
 def find_name(where: str, option: str, name: str, columns: Sequence[str]) -> str:
-    """Return the column in `columns` whose name is `name`, apart from upper and lower case.
+    """Return the column that the user calls `name`, as `columns` spell it.
 
-    Raises UserError if there is none. The message names the table `where` and the command-line
-    option `option`.
+    Upper and lower case do not matter. Raises UserError if there is no such column. The message
+    names the table `where` and the command-line option `option`.
     """
     for column in columns:
         if column.lower() == name.lower():
@@ -67,10 +67,11 @@ def first_name(names: Iterable[str], columns: Sequence[str]) -> str | None:
 
 
 def choose_columns(where: str, names: Sequence[str], options: base.SourceOptions) -> Columns:
-    """Choose the columns of labels, groups and splits.
+    """Choose the columns of labels, groups and splits from `names`, the names of all columns.
 
-    Columns that the options name come first. Columns of labels and splits are otherwise found by
-    their usual names. Raises UserError if a column of the options is missing.
+    A column that an option names is chosen. Without the option, the columns of labels and splits
+    are found by their usual names, and there are no groups. Raises UserError if a column that an
+    option names is missing.
     """
     label = first_name(LABEL_COLUMNS, names)
     if options.label_column is not None:

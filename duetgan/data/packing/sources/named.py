@@ -159,7 +159,10 @@ def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
 
 
 def open_sample(split: str, root: Path | None) -> ArraySource:
-    """Open the embedded sample of Fashion-MNIST: 1,000 training or 200 test images per class."""
+    """Open the embedded sample of Fashion-MNIST: 1,000 training or 200 test images per class.
+
+    `root` has no effect.
+    """
     return idx_source(f"sample {split}", SAMPLE, split, CLASSES)
 
 
