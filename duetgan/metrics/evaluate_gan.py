@@ -97,8 +97,9 @@ def evaluate_generator(
     Returns:
         A dict with `n`; `seed`; `distances`, a list with a dict for each extractor; the metrics
         that use the judge; the first extractor's metrics once more, except distances;
-        `memorisation`, the result of `search_copies`; and `notes`, the reasons why metrics are
-        None. The dict of an extractor has `extractor`, `weights`, `n` and its metrics.
+        `diversity_images` and `diversity_extractor`, the number of images and the extractor of the
+        diversity; `memorisation`, the result of `search_copies`; and `notes`, the reasons why
+        metrics are None. The dict of an extractor has `extractor`, `weights`, `n` and its metrics.
 
     Raises:
         UserError: If images, classes or judge do not fit the generator, or there are fewer than two
@@ -253,9 +254,10 @@ def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
 def _second_real_set(
     dataset: Dataset, train: Dataset | None
 ) -> tuple[Dataset | None, dict[str, str]]:
-    """Return (training images, {}) if these can be a second set of real images, for the floors.
+    """Return the training images and {} if they can serve as the second set of real images.
 
-    If there are none, or they are the same as the test images, return (None, {"floor": reason}).
+    The floors need this set. If there are no training images, or they are the same as the test
+    images, return None and {"floor": reason}.
     """
     if train is None:
         return None, {"floor": "no training images were given as the second real set"}
@@ -437,9 +439,11 @@ def samples_by_class(names: Sequence[str], samples: Samples) -> dict[str, dict[s
 
 
 def has_skill(fraction: Measured, chance: float) -> bool:
-    """Return True if an accuracy is clearly above `chance`.
+    """Return True if an accuracy, `fraction`, is clearly above `chance`.
 
-    `chance` is the accuracy of always predicting the same class.
+    `chance` is the accuracy of always predicting the same class. Clearly means that the interval
+    of the accuracy lies above `chance`, and that the accuracy is at least chance +
+    MIN_JUDGE_SKILL (1 - chance).
     """
     low = fraction.interval[0] if fraction.interval else 0.0
     skilled = chance + MIN_JUDGE_SKILL * (1 - chance)
@@ -449,7 +453,8 @@ def has_skill(fraction: Measured, chance: float) -> bool:
 def weak_judges(judge: Document | None, extractors: Mapping[str, Document]) -> dict[str, str]:
     """Return notes on a judge and on extractors that are too weak to judge the GAN.
 
-    `judge` is a result of `judge_skills`; `extractors` has such a result for each name.
+    `judge` is an item of the result of `judge_skills`. `extractors` is a dict from the name of an
+    extractor to such an item.
     """
     notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
     for name, skill in extractors.items():

@@ -333,7 +333,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 def written(page: str) -> str:
-    """Return the text of docs/evaluation.md, `page`, with the current tables of metrics."""
+    """Return the text `page` of docs/evaluation.md with its tables of metrics up to date."""
     for name, rows in (("classifier", CLASSIFIER + LABELS[2:]), ("gan", GAN)):
         start, end = f"<!-- figures: {name} -->\n", "<!-- end -->"
         head, _, tail = page.partition(start)

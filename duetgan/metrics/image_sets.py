@@ -185,7 +185,10 @@ def _read(dataset: Dataset, draw: Selection, channels: int, rows: range) -> Tens
 def _metrics(
     fake: Tensor, real: Tensor, seed: int, extractor: Extractor, notes: dict[str, str]
 ) -> Document:
-    """Return `n`, the size of the smaller set, and the metrics of the first n of both sets."""
+    """Return `n`, the size of the smaller set, and the metrics of the first n of both sets.
+
+    `fake` and `real` are features of the sets, [images, F]. Notes on metrics are added to `notes`.
+    """
     n = min(len(fake), len(real))
     samples = Samples(
         fake=fake[:n],
@@ -206,9 +209,9 @@ def near_copies(
 ) -> Document:
     """Find images that are unusually near to a reference image.
 
-    The images have the features [n, F]. They are compared with the first n reference images. A
-    distance is unusual if, for 99 % of these reference images, the nearest other reference image is
-    farther away.
+    The images, whose features are [n, F], are compared with the first n reference images. An image
+    is unusually near to a reference image if their distance is smaller than that of 99 % of the
+    reference images to their nearest other reference image.
 
     Returns:
         `extractor`; `weights`; `searched`, n; `share`, the fraction of the images that are

@@ -85,7 +85,10 @@ def save_samples(
 def save_mistakes(
     dataset: Dataset, answers: Answers, path: Path, *, size: int = MAX_IMAGES
 ) -> bool:
-    """Draw the most confident mistakes and return True, or return False if there is no mistake."""
+    """Draw the most confident mistakes, at most `size`, into a PNG file.
+
+    Returns True, or False if there is no mistake. In this case, no file is written.
+    """
     if wrong := surest(~answers.hits, answers)[:size].tolist():
         records = answers.record_numbers(wrong)
         captions = ["\n".join(_captions(answers, index)) for index in wrong]
@@ -99,8 +102,8 @@ def save_evidence(
 ) -> bool:
     """Draw the most confident mistakes and correct predictions beside their Grad-CAM heat maps.
 
-    Returns True. If there is no mistake, or Grad-CAM cannot use the network, draws nothing and
-    returns False.
+    There are at most `size` of each. Returns True. If there is no mistake, or Grad-CAM cannot use
+    the network, draws nothing and returns False.
     """
     wrong = surest(~answers.hits, answers)[:size]
     if not len(wrong):
@@ -143,7 +146,11 @@ def surest(mask: Tensor, answers: Answers) -> np.ndarray:
 def save_reliability(
     reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path
 ) -> None:
-    """Draw the accuracy in each bin of confidence, above the number of images in the bin."""
+    """Draw the accuracy in each bin of confidence, above the number of images in the bin.
+
+    `reliability` is the result of `answers.reliability`. `ece` is the calibration error, which is
+    shown in the title.
+    """
     filled = [index for index, row in enumerate(reliability) if row["n"]]
     centres = (np.array(filled) + 0.5) / len(reliability)
     accuracy, confidence, counts = (

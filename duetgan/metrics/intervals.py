@@ -107,9 +107,10 @@ def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]
 def root(
     falling: Callable[[float], float | Tensor], value: float | Tensor, low: float, high: float
 ) -> float:
-    """Return the x between `low` and `high` for which the falling function has the value `value`.
+    """Return the x between `low` and `high` for which `falling` has the value `value`.
 
-    If the function does not reach the value, the nearer one of `low` and `high` is returned.
+    The function `falling` must decrease. If it does not reach the value between `low` and `high`,
+    the end where it comes nearest to the value is returned.
     """
     for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2

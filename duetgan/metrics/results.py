@@ -1,4 +1,4 @@
-"""Results of evaluations for programs."""
+"""Give Python code access to the results of an evaluation: `Evaluation` holds its metrics."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, document: Document) -> "Evaluation":
-        """Collect the metrics in the results of an evaluation."""
+        """Return the `Evaluation` for `document`, which has the results of an evaluation."""
         metrics = []
         for row, results in rows_of(document):
             low, high = results.get(f"{row.key}_interval") or (None, None)
@@ -42,7 +42,7 @@ class Evaluation:
         return cls(metrics, document)
 
     def __getitem__(self, name: str) -> Metric:
-        """Return the metric with this name, by the first extractor if several extractors have one.
+        """Return the metric `name`; if there is one for each extractor, that of the first one.
 
         Raises KeyError if there is none.
         """
@@ -52,7 +52,7 @@ class Evaluation:
         raise KeyError(name)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a table with a row for each metric.
+        """Return a table with a row for each metric and a column for each field of `Metric`.
 
         Raises UserError if pandas is not installed.
         """

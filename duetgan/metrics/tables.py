@@ -62,7 +62,7 @@ def plain(value: object) -> str:
 
 
 def formatter(row: Figure) -> Formatter:
-    """Return the function that formats a metric in its unit."""
+    """Return the function that formats values of the metric `row` in its unit."""
     return percent if row.unit == "share" else plain
 
 
@@ -270,8 +270,9 @@ def results_text(document: Document) -> str:
 def credible(document: Document) -> Document:
     """Return a generator's results without the metrics that depend on a weak classifier.
 
-    A weak classifier predicts real images too badly to judge samples. If the first extractor is
-    one, the metrics at the top level are replaced by those of the first extractor that is not.
+    A weak classifier predicts real images too badly to judge samples. The metrics of features at
+    the top level of `document` are those of the first extractor. If its classifier is weak, they
+    are replaced by those of the first extractor that does not have a weak classifier.
     """
     judge, weak = as_dict(document.get("judge")), document.get("weak_extractors") or ()
     weak_judge = bool(judge.get("is_weak"))

@@ -1,4 +1,4 @@
-"""Copying of the weights of single classes from one network to another, by class name.
+"""Copy the weights of single classes from one network to another, by class name.
 
 Copying by index would be wrong, because the index of a class may differ between packed files.
 """
@@ -56,7 +56,13 @@ def copy_by_name(
 ) -> Tensor:
     """Return a copy of `target` with slices of `source` for the classes that both networks have.
 
-    Return `source` itself if the shapes of the tensors differ in more than the number of classes.
+    Each network divides the tensor by (number of its classes)^exponent, see `ClassPart`. If the
+    numbers differ, the slices are multiplied by (number of `names` / number of `source_names`)
+    ^exponent, so that their values after the division stay the same.
+
+    If the shapes of the tensors differ in anything but the number of classes, slices cannot be
+    copied. `source` is then returned unchanged, and the caller handles it like any other tensor
+    whose shape does not fit.
 
     Args:
         target: A tensor of the network that receives weights.

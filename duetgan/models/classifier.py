@@ -192,17 +192,17 @@ class Classifier(ImageNetwork):
         self.thresholds = torch.full((self.classes,), 0.5)
 
     def add_temperature(self) -> None:
-        """Add a temperature of 1, by which the network divides its logits (Guo et al. 2017,
-        1706.04599).
+        """Add a temperature of 1, a number by which the network divides its logits.
 
-        A temperature changes the probabilities, but not which class is most likely.
+        A temperature changes the probabilities, but not which class is most likely. Source: Guo et
+        al. 2017, 1706.04599.
         """
         self.temperature = torch.ones(())
 
     def check_side(self, side: int, remedy: str | None = None) -> None:
-        """Raise UserError if the network cannot take images of `side` px.
+        """Raise UserError if the network cannot take images with a shorter side of `side` px.
 
-        The message ends with the advice `remedy`; by default it advises to set model.input_size.
+        The message ends with the advice `remedy`; None advises to set model.input_size.
         """
         backbone = self.backbone
         smallest = 1

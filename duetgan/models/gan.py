@@ -260,7 +260,7 @@ class StyledGenerator(ImageGenerator):
             psi: 1 leaves the styles unchanged, 0 moves them to the centre.
             cutoff: Number of layers; None for all.
             labels: The labels that `ws` were made with.
-            mean: The kind of centre, see `truncation_centre`.
+            mean: "class" or "global", the mean that is the centre, see `truncation_centre`.
         """
         if cutoff is not None and cutoff < 0:
             raise ValueError(f"truncation cutoff {cutoff} is a number of layers: 0 or more")

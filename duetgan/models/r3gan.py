@@ -211,7 +211,9 @@ class Stage(nn.Module):
 
 
 class _Stages(nn.ModuleList):
-    """The stages of a network, "up" from the smallest resolution or "down" from the largest.
+    """The stages of a network, in the order in which they are called.
+
+    The `direction` is "up" from the smallest resolution or "down" from the largest.
 
     In a network of L blocks, the first two convolutions of each block start with the gain
     sqrt(2/1.04) L^(-1/4) (section 3.4 of the paper, after Fixup, 1901.09321: L^(-1 / (2m - 2)) for

@@ -50,6 +50,10 @@ def _restored(
         part: The entry of the checkpoint's state with the weights, e.g. generator_ema.
         several: Accept a network for images with several labels.
         growing: Build the network for progressive growing.
+
+    Raises:
+        UserError: The checkpoint is of another task, its config or weights are not valid, or its
+            images have several labels and `several` is False.
     """
     file = checkpoint.get("file", "the checkpoint")
     task = "classifier" if section == "model" else "gan"
@@ -223,7 +227,7 @@ def read(path: Path) -> Checkpoint:
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a `.safetensors` file, on the CPU, and its metadata.
 
-    Raises UserError for a file that is missing, too large or damaged.
+    Raises UserError, with the advice `remedy`, for a file that is missing, too large or damaged.
     """
     with files.reading(path, remedy, SafetensorError):
         files.check(path, files.WEIGHTS)

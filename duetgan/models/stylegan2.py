@@ -95,10 +95,11 @@ class ModulatedConv2d(nn.Module):
     """Convolution whose input channels are scaled by a style, in the form for training.
 
     Maps x [N, I, H, W] to [N, O, H, W], or to [N, O, 2H, 2W] if `upsample`. The layer `affine`
-    (bias 1 at the start) maps w [N, w_dim] to the style s [N, I]. The output is conv(x * s) *
-    rsqrt(sum((weight * s)^2) + 1e-8). If `demodulate` is False (ToRGB), the second factor is left
-    out, and the style is scaled by 1/sqrt(fan_in). `modulate` computes the style and the second
-    factor.
+    (bias 1 at the start) maps w [N, w_dim] to the style s [N, I]. The result is the product of
+    conv(x * s), which `forward` returns, and the demodulation coefficient rsqrt(sum((weight * s)^2)
+    + 1e-8), by which the caller multiplies it. If `demodulate` is False (ToRGB), the coefficient is
+    left out, and the style is scaled by 1/sqrt(fan_in). `modulate` computes the style and the
+    coefficient.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class StyledLayer(layers.Equalized):
     def forward(
         self, x: Tensor, modulation: Modulation, noise: Tensor | None, clamp: Clamp = None
     ) -> Tensor:
-        """Return the output; `noise` [N, 1, H, W] must be multiplied by its strength already."""
+        """Return the output; `noise` [N, 1, H, W] is already multiplied by strength and gain."""
         x = self.conv(x, modulation)
         assert modulation.scale is not None
         bias = self.scaled_parameters(x.dtype)["bias"]
@@ -406,9 +407,10 @@ class Generator(StyledGenerator):
         return modulate(convolutions, ws, dtypes, layers.ACTIVATION_GAIN)
 
     def _noise_maps(self, noise: Sequence[Tensor] | NoiseMode) -> NoiseMaps:
-        """Return each layer's noise map times the layer's strength; None if `noise` is "none".
+        """Return each layer's noise map, times the layer's strength and ACTIVATION_GAIN.
 
-        Raises ValueError for "random": the caller must draw random maps and pass them.
+        If `noise` is "none", each item is None. Raises ValueError for "random": the caller must
+        draw random maps and pass them.
         """
         styled = self.styled_layers()
         if noise == "none":

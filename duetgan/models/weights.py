@@ -93,7 +93,8 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
 def read_plain(path: Path, remedy: str) -> Any:
     """Return the content of a torch.save file (names, tensors, numbers) without running code in it.
 
-    Raises UserError for a file that is missing, too large or damaged, or has other content.
+    Raises UserError, with the advice `remedy`, for a file that is missing, too large or damaged, or
+    has other content.
     """
     with files.reading(path, remedy):
         files.check(path, files.WEIGHTS)
@@ -236,7 +237,8 @@ def _cache_path(url: str) -> Path:
 def missing_published(url: str, subject: str) -> str:
     """Fetch a published file into torch's cache; on failure return an error message with a remedy.
 
-    Returns an empty string if the file is in the cache. All ranks must call this.
+    Returns an empty string if the file is then in the cache. `subject` names the file in messages.
+    All ranks must call this function.
     """
 
     def fetch() -> str:
@@ -253,8 +255,8 @@ def _download(url: str, subject: str) -> str:
     """Download `url` into torch's cache, if it is missing there, and return its path in the cache.
 
     If the name of the file contains a hash, the download must have this hash. A line on stderr
-    tells its size and folder. Raises UserError if the download fails or the environment variable
-    DUET_OFFLINE forbids it.
+    tells its size and folder; `subject` names the file there and in errors. Raises UserError if the
+    download fails or the environment variable DUET_OFFLINE forbids it.
     """
     path = _cache_path(url)
     remedy = f"fetch {url} on a machine with a network and put it there"

@@ -48,17 +48,19 @@ class Ranking:
 
     @cached_property
     def _wins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two counts for each level: the negatives below it, and the positives above it.
+        """For each level, twice the number of negatives below it, and of positives above it.
 
-        Both counts are in halves of an image. An image above or below adds 2. An image of the level
-        itself is a tie and adds 1.
+        Images of the level itself are ties and count half, so that twice the number is an integer.
         """
         below = 2 * np.cumsum(self._negatives) - self._negatives
         above = 2 * self.counts[0] - 2 * np.cumsum(self._positives) + self._positives
         return below, above
 
     def auroc(self) -> float:
-        """Return the fraction of pairs (positive, negative) that the score orders correctly."""
+        """Return the fraction of pairs (positive, negative) that the score orders correctly.
+
+        A pair of equal scores counts half.
+        """
         positives, negatives = self.counts
         return int((self._positives * self._wins[0]).sum()) / (2 * positives * negatives)
 

@@ -50,7 +50,7 @@ def micro_f1(answers: LabelAnswers) -> Measured:
 
 
 def macro_f1(answers: LabelAnswers) -> Measured:
-    """Return the mean F1 of the labels, without labels that are neither present nor predicted."""
+    """Return the mean F1 of the labels that are present or predicted; None if there are none."""
     numerators, denominators = answers.f1_terms
     values = []
     influences = []
@@ -80,8 +80,9 @@ def _ratio(numerators: Tensor, denominators: Tensor) -> Measured:
 def best_thresholds(answers: Answers) -> list[float]:
     """Return, for each label, the threshold that maximises the label's F1 on these images.
 
-    A threshold lies midway between two probabilities. If several are equally good, the highest is
-    returned. The threshold is 0.5 for a label that no image has.
+    A threshold lies midway between two neighbouring probabilities of the images, or between 0 and
+    the lowest. If several are equally good, the highest is returned. The threshold is 0.5 for a
+    label that no image has.
     """
     thresholds = []
     for scores, present in zip(

@@ -62,8 +62,8 @@ class Evaluated:
 def comparable(document: Document) -> dict[str, Value]:
     """Return the metrics in an evaluation's results that can be compared, by name.
 
-    These are the metrics of which larger or smaller values are better. The name of a metric of
-    features ends in its extractor and the extractor's weights.
+    These are the metrics of which larger or smaller values are better. The name is the key of the
+    metric. For a metric of features, the extractor and its weights follow the key.
     """
     values = {}
     for row, results in rows_of(document):
@@ -91,8 +91,9 @@ def compare(groups: Sequence[str]) -> Document:
         `second`, `difference`, `interval`, `p`, `method` and `verdict`.
 
     Raises:
-        UserError: If a run has no evaluation, or the runs were evaluated on different images, with
-            different seeds or in different ways.
+        UserError: If there are fewer than two groups, a run has no evaluation, the groups have
+            different training seeds, or the runs were evaluated on different images, with different
+            seeds or in different ways.
     """
     if len(groups) < 2:
         raise UserError(

@@ -31,8 +31,9 @@ def independent_figures(
     """Compare two metrics by their intervals, as if they were independent (Zou and Donner 2008).
 
     Metrics on the same test images are correlated, which makes the interval too wide rather than
-    too narrow. The p-value is that of a normal distribution around the difference; its 95 %
-    interval has the same limit as the returned interval on the side of 0.
+    too narrow. The p-value is that of a normal distribution. Its standard error is the distance
+    from the difference to the interval's limit on the side of 0, divided by 1.96, so that p is
+    below 0.05 exactly if the interval excludes 0.
     """
     value = second - first
     if first_interval is None or second_interval is None:
@@ -46,9 +47,9 @@ def independent_figures(
 def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Compare pairs of runs of equal training seed by Student's paired test.
 
-    `first` and `second` have the metric of each pair's first and second run. The interval covers
-    the randomness of training, but not the choice of the test images, which all runs have in
-    common. There must be at least two pairs.
+    `first[i]` and `second[i]` are the metric of the two runs of pair i. The interval covers the
+    randomness of training, but not the choice of the test images, which all runs have in common.
+    There must be at least two pairs.
     """
     differences = np.asarray(second) - np.asarray(first)
     value = float(differences.mean())

@@ -1,4 +1,4 @@
-"""Feature extractors, which are chosen by name, and passes over images that all processes share."""
+"""Build feature extractors by name, and compute features in passes that all processes share."""
 
 import os
 from argparse import Namespace
@@ -80,11 +80,12 @@ BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """Return an extractor for images of `spec` that uses an extractor for 8-bit grey or RGB images.
+    """Return an extractor for images of `spec`, made from an extractor for 8-bit grey or RGB.
 
-    `visible` converts the images. Transparent images are laid on each of BACKGROUNDS, and the
-    features on all backgrounds are concatenated. The new extractor's name includes the channels and
-    the backgrounds.
+    If images of `spec` are 8-bit grey or RGB, `extractor` itself is returned. Otherwise `visible`
+    converts the images. Transparent images are laid on each of BACKGROUNDS, and the features on all
+    backgrounds are concatenated. The new extractor's name includes the channels and the
+    backgrounds.
     """
     if spec.plain:
         return extractor

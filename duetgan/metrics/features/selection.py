@@ -63,7 +63,7 @@ def draw_samples(
 ) -> Tensor:
     """Generate samples in full float32 precision: images [n, C, H, W], uint8 for 8-bit generators.
 
-    Sample i depends only on the seed, i and its condition.
+    The sample with number i depends only on the seed, i and its condition.
 
     Args:
         conditions: Labels in the generator's format, [n, ...]; None for an unconditional one.

@@ -67,8 +67,8 @@ def fraction_below(
 ) -> tuple[float, float, float]:
     """Return the fraction of samples that are unusually near to a training image.
 
-    The distance of such a sample is below a bound, the `tail` quantile of the held-out images'
-    distances.
+    The distance of such a sample to its nearest training image is below a bound. The bound is the
+    `tail` quantile of the held-out images' distances.
 
     Args:
         samples: Distance of each sample to the nearest training image, [n].
@@ -77,7 +77,8 @@ def fraction_below(
 
     Returns:
         The fraction of samples below the bound; the fraction that is expected if both sets have the
-        same distribution, k / (m + 1) for the k-th smallest of m distances; and the bound.
+        same distribution, k / (m + 1) if the bound is the k-th smallest of the m held-out images'
+        distances; and the bound.
     """
     k = max(1, int(tail * len(held_out)))
     bound = held_out.sort().values[k - 1]

@@ -239,8 +239,8 @@ def coverage(near: Neighbourhoods) -> Measured:
 def clipped_density(near: Neighbourhoods) -> Measured:
     """Return the density of samples, divided by that of real images, at most 1.
 
-    For both densities, a radius is at most the median radius, and an image adds at most 1. If more
-    than half of the real images are duplicates, their density is 0, and so is the value.
+    For both densities, a radius is at most the median radius, and an image adds at most 1. The
+    value is 0 if the density of the real images is 0.
     """
     samples = estimate(near.clipped, _filled, len(near.covering), rescale=True)
     real = estimate(near.clipped_real, _filled, len(near.covering), rescale=True)

@@ -26,9 +26,9 @@ def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
     """Compute filters, float64 [2 K, C, 2, 2] with K = 4 C, that whiten patches of 2x2 pixels.
 
     The first K filters are the eigenvectors of the second moments E[x x^T] of the patches x, the
-    one with the largest eigenvalue first. Each is divided by the root of its eigenvalue + `eps`, so
-    that the second moments of the K outputs are the identity, apart from `eps`. The other K filters
-    are the negatives of the first.
+    one with the largest eigenvalue first. Each is divided by sqrt(its eigenvalue + `eps`), so that
+    the second moments of the K outputs are the identity, apart from `eps`. The other K filters are
+    the negatives of the first K.
 
     Args:
         images: Batches of training images [n, C, H, W].

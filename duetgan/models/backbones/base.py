@@ -72,7 +72,8 @@ class Backbone:
     ) -> nn.Module:
         """Build the network `name` with initial weights and return it.
 
-        Raises UserError if the network does not support `stem` or He's strides.
+        `stem` and `he_strides` are as in `ModelConfig`. Raises UserError if the network does not
+        support them.
         """
         if stem != "imagenet" and not self.stems:
             raise UserError(
@@ -111,7 +112,8 @@ class Backbone:
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
         """Return a dict from block name to module names, ordered from the images to the logits.
 
-        Blocks are called `stem`, `layer1.0`, ..., `head`. The part before the dot is the stage.
+        For a ResNet, the blocks are called `stem`, `layer1.0`, ..., `head`. The part of a block's
+        name before the dot is its stage.
         """
         stem, *stages = self.stages
         blocks = {stem: self.stages[stem]}
@@ -149,11 +151,11 @@ class Backbone:
         }
 
     def images_of(self, name: str, file: str) -> tuple[int, int, str]:
-        """Return the sizes and the filter of images for published weights, as the field `images`.
+        """Return the sizes and the filter of the images that published weights were trained on.
 
-        If `images` is None, `name` is a network of torchvision, and `file` is the file name of its
-        weights. torchvision then states the sizes and the filter. If it has no such file, those of
-        the network's first weights are returned.
+        The result is the field `images`. If the field is None, the result comes from torchvision,
+        in the same form, for the weights of the network `name` whose file is called `file`. If
+        there are no such weights, it is that of the first published weights of the network.
         """
         if self.images is not None:
             return self.images

@@ -1,5 +1,6 @@
-"""Layers of StyleGAN2's networks (1912.04958): mapping network, discriminator's blocks, minibatch
-standard deviation.
+"""Layers of StyleGAN2's networks (1912.04958), except those of the synthesis network.
+
+They are the mapping network, the discriminator's blocks, and the minibatch standard deviation.
 """
 
 import math
@@ -27,10 +28,11 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
 
 
 class MappingNetwork(nn.Module):
-    """StyleGAN2's mapping network: z [N, z_dim] and labels [N] (int64) -> w [N, w_dim].
+    """StyleGAN2's mapping network, which maps z [N, z_dim] and labels to w [N, w_dim].
 
-    z and the label's embedding are each normalised to unit mean square, then concatenated. The
-    network runs without autocast, in the precision of its parameters.
+    Labels are int64 [N], or class weights [N, classes]. z and the label's embedding are each
+    normalised to unit mean square, then concatenated. The network runs without autocast, in the
+    precision of its parameters.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class FromRGB(EqualizedConv2d):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Two 3x3 convolutions, of which the second halves H and W, and if `residual` a 1x1 skip.
+    """Two 3x3 convolutions, of which the second halves H and W, and a 1x1 skip if `residual`.
 
-    With a skip, the outputs of both branches are multiplied by sqrt(0.5), and so is the clamp of
-    the second convolution. The output of the skip is not clamped, as in NVIDIA's code.
+    With a skip, the outputs of both branches are multiplied by sqrt(0.5), and so is the limit of
+    the clamp of the second convolution. The output of the skip is not clamped, as in NVIDIA's code.
     """
 
     def __init__(
