@@ -29,9 +29,9 @@ class Compiled(Generic[P, R]):
     """A callable that compiles `function` at its first call.
 
     The function runs uncompiled if `setting` is "off", or if it is "auto" on a CPU. If compilation
-    fails, one line is printed, and the function runs uncompiled from then on. Each new shape or
-    Python number among the arguments compiles another graph, so pass values that change often as
-    tensors.
+    fails, one line that contains `name` is printed, and the function runs uncompiled from then on.
+    Each new shape or Python number among the arguments compiles another graph, so pass values that
+    change often as tensors.
     """
 
     def __init__(

@@ -80,7 +80,8 @@ def open_images(
 ) -> Dataset:
     """Open the images at `path`, which is the value of the config key `key`.
 
-    Raises UserError. If a file is missing, the message has the key and `remedy`.
+    Raises UserError if they cannot be opened. If a file is missing, the message contains the key
+    and `remedy`.
     """
     try:
         return open_dataset(path, resolution=resolution, workers=workers, crop=crop)
@@ -92,9 +93,9 @@ def open_images(
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, object]]:
-    """Return the properties of the images for the run's report, in a dict by role.
+    """Return a dict from role to properties of the images, for the run's report.
 
-    Roles are "training", "held-out" and "synthetic".
+    Roles are "training", "held-out" and "synthetic". A role without images is left out.
     """
     roles = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
     result: dict[str, dict[str, object]] = {}
@@ -117,7 +118,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, ob
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
-    """Return the lineage of a run that trains on these images, and on their synthetic images."""
+    """Return the lineage of a run that trains on `training` and the synthetic images in it."""
     synthetic = training.synthetic
     if synthetic is None:
         return lineage_of(training)
@@ -146,8 +147,8 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
     """Check that all images have one size, and that training, synthetic and held-out images match.
 
-    Raises UserError if they do not. Prints a warning about held-out images that are training images
-    too.
+    Raises UserError if a check fails. Prints a warning about held-out images that are training
+    images too.
     """
     refuse(
         (
@@ -201,7 +202,7 @@ def require_same_images(
 ) -> None:
     """Raise UserError unless `images` have the channels, bit depth and size of the training images.
 
-    With `any_size` the size may differ.
+    With `any_size` the size may differ. The two paths and `remedy` are parts of the message.
     """
     spec, expected = images.meta.spec, training.spec
     resized = replace(spec, height=expected.height, width=expected.width)
@@ -232,9 +233,9 @@ def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError on all ranks if some of them have opened files of other content.
+    """Raise UserError on all ranks if the ranks have opened files with different content.
 
-    This is possible because nodes may have copies of the files.
+    The content may differ because each node may have its own copies of the files.
     """
     synthetic = training.synthetic
     synthetic_path = None if synthetic is None else synthetic.path
@@ -254,7 +255,10 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
 
 
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
-    """Raise UserError unless training and held-out images have the same classes in the same order."""
+    """Raise UserError unless training and held-out images have the same classes in the same order.
+
+    Also raise it if images have several labels in only one of the two data sets.
+    """
     path, remedy = str(config.val_path), "pack both from the same class folders"
     require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
     if (held_out.meta.sets is None) != (training.meta.sets is None):
@@ -417,7 +421,10 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
 
 
 def decoding_threads(config: DataConfig) -> int:
-    """Return the number of decoding threads of this process, by default one per core."""
+    """Return the number of decoding threads of this process: `config.workers`, if it is a number.
+
+    For "auto" it is the number of cores, or 0 on a single core.
+    """
     if config.workers != "auto":
         return config.workers
     return cores() if cores() > 1 else 0

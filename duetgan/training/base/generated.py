@@ -84,7 +84,7 @@ class GeneratedSamples:
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
-        """Return the provenance that checkpoints of a run with this seed record for the samples."""
+        """Return the provenance of the samples in a run with the seed `seed`, for checkpoints."""
         return provenance_of(self.generator, self._origin, seed=seed)
 
     def read(

@@ -133,7 +133,11 @@ Memory = dict[Hashable, list[Tensor]]
 
 
 class CapturedStep:
-    """The steps of one kind: the values that enter them and, once captured, the graph's parts."""
+    """The record of one kind of step: the values that enter it, and the parts of its graph.
+
+    `record` is called for the first step of the kind, `capture` and `replay` for the second, and
+    `replay` for all later ones.
+    """
 
     def __init__(self, device: CudaDevice, memory: Memory) -> None:
         self.device = device
@@ -182,14 +186,14 @@ class CapturedStep:
     def record(
         self, update: "Callable[[list[Batch], int], Metrics]", batches: Sequence[Batch], step: int
     ) -> Metrics:
-        """Run the step without a graph, and record the batches and values that enter it."""
+        """Return `update(batches, step)` without a graph; record the batches and values it uses."""
         for batch in batches:
             self.batches.append(Batch(**tree_map_only(Tensor, self._store, batch.tensors())))
         with self._active():
             return update(self.batches, step)
 
     def capture(self, update: "Callable[[list[Batch], int], Metrics]", step: int) -> None:
-        """Capture the kernels of the step without running them."""
+        """Capture the kernels that `update` launches for a step, without running them."""
         # A capture ends in the thread that began it, also if it ends within a backward pass.
         with self._active(), torch.autograd.set_multithreading_enabled(False):
             self._begin_part()
@@ -205,7 +209,7 @@ class CapturedStep:
         assert self._next == len(self._values), "the capture used other values than the record"
 
     def replay(self, batches: Sequence[Batch], step: int) -> Metrics:
-        """Run the captured step with other batches and another number."""
+        """Run the captured kernels with the batches and the number of this step; return metrics."""
         for static, batch in zip(self.batches, batches, strict=True):
             _copy(static.tensors(), batch.tensors())
         for function, static_values in self._values:
@@ -225,7 +229,7 @@ class CapturedStep:
             _step = None
 
     def _between_parts(self, operation: Callable[[], object]) -> None:
-        """Run a collective operation now, or in every replay if the step is being captured."""
+        """Run a collective operation now or, during a capture, later in every replay."""
         self.outside(lambda _: operation(), 0)
 
 
@@ -265,7 +269,7 @@ class Graphs:
         self._memory: Memory = {}
 
     def describe(self, kinds: Iterable[Hashable]) -> str:
-        """Return a text for the plan that tells if steps of `kinds` run as CUDA graphs.
+        """Return a row for the printed plan that tells if steps of `kinds` run as CUDA graphs.
 
         The kind None stands for steps that are not captured.
         """
@@ -284,7 +288,7 @@ class Graphs:
         kind: Callable[[int], Hashable],
         structure: Callable[[int], Hashable],
     ) -> Metrics:
-        """Return `update(batches, step)`, by a replay if there is a graph for this kind of step.
+        """Return `update(batches, step)`; replay a graph if there is one for this kind of step.
 
         Args:
             update: Changes state in place, and on the device only. A call during the capture
@@ -325,7 +329,7 @@ class Graphs:
             return captured.replay(batches, step)
 
     def _give_up(self, error: RuntimeError) -> None:
-        """Run all later steps eagerly, and print the reason."""
+        """Make all later steps run eagerly, and print the reason."""
         # After an error in a capture the end of the capture fails as well.
         cause = error.__context__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]

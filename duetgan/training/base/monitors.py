@@ -90,8 +90,8 @@ class MetricWindow(Fields):
     def fold(self) -> None:
         """Add the pending values of all steps and ranks to the sums.
 
-        It takes one transfer and one collective operation. Steps are added one by one, so rounding
-        does not depend on when this is called.
+        All ranks must call this. It takes one transfer from the device and one collective
+        operation. Steps are added one by one, so rounding does not depend on when this is called.
         """
         if not self._pending:
             return
@@ -117,7 +117,7 @@ class MetricWindow(Fields):
         return sum(total for name, total in self.sums.items() if name.startswith(f"{prefix}/"))
 
     def means(self) -> dict[str, float]:
-        """Return the means of the metrics, except those that are COUNTED."""
+        """Fold, and return the means of the metrics, except those that are COUNTED."""
         self.fold()
         return {
             name: total / self.counts[name]
@@ -126,7 +126,7 @@ class MetricWindow(Fields):
         }
 
     def take(self) -> "MetricWindow":
-        """Return a folded copy of this window, and reset this window."""
+        """Fold, return a copy of this window, and reset this window."""
         self.fold()
         window = copy.copy(self)
         self.sums = {}

@@ -17,9 +17,9 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class ImageHistory:
-    """The list of the image files that a run was trained on, in order.
+    """The list of the sets of images that a run was trained on, in order (`periods`).
 
-    `path` and `meta` describe the present one, which is the last.
+    `path` and `meta` describe the last one, on which the run trains now.
     """
 
     def __init__(self, path: str, meta: Meta) -> None:
@@ -46,10 +46,11 @@ class ImageHistory:
         }
 
     def restore(self, content: Checkpoint, folder: RunFolder) -> None:
-        """Continue the history that a checkpoint of the run in `folder` has.
+        """Take over the list in `content`, which is a checkpoint of the run in `folder`.
 
-        If the checkpoint's images are not the present ones, `adapt` changes its state. If that is
-        impossible or not allowed (`new_data` is False), UserError is raised.
+        If the checkpoint was trained on other images than the present ones, `adapt` changes
+        `content`, and the present images are appended to the list. If `adapt` is None or
+        `new_data` is False, UserError is raised instead.
         """
         self.periods = data_history(content)
         earlier = self.periods[-1]

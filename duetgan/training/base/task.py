@@ -32,11 +32,12 @@ Outline = Mapping[str, tuple[torch.nn.Module, int]]
 
 
 class Task(ABC):
-    """Base class of the tasks, each of which is a kind of training.
+    """Base class of the tasks, such as training a GAN or a classifier.
 
-    A task has the models, optimizers, losses and evaluation. A new task is one file and one line in
-    `training.engine.tasks`. Its constructor takes the arguments `(config, dataset, val_dataset,
-    device)`. Methods that are not abstract have a default.
+    A task has the models, optimizers, losses and evaluation, and the training loop calls its
+    methods. To add a task, write a subclass and add a line to `training.engine.tasks`. The
+    constructor of a subclass takes the arguments `(config, dataset, val_dataset, device)`. Methods
+    that are not abstract have a default.
     """
 
     val_dataset: Dataset | None  # the validation images
@@ -51,11 +52,11 @@ class Task(ABC):
 
     @staticmethod
     def outline(config: Any, shape: Shape) -> Outline:
-        """Return the config's networks, each with the least number of copies that training needs.
+        """Return a dict from config section to (network, least number of copies in memory).
 
         Copies are tensors of the size of the weights: the weights, their gradients, the optimizer's
-        moments and the moving average. The preflight adds up the memory of all copies before the
-        task is constructed.
+        moments and the moving average. `preflight.check_memory` adds up the memory of all copies
+        before the task is constructed.
         """
         return {}
 
@@ -68,33 +69,34 @@ class Task(ABC):
 
     @abstractmethod
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` from the next batch or batches.
+        """Make update number `step` (from 0) from the next batch or batches of `batches`.
 
-        Returns a dict from name to metric, a 0-d tensor on the device. The value of a metric is the
-        sum of these tensors over the ranks.
+        Returns a dict from the name of a metric to a 0-d tensor on the device. The value of the
+        metric is the sum of this tensor over the ranks.
         """
 
     def source(self, step: int) -> CachedFeatures | None:
-        """Return features that the loader reads instead of images for update number `step`.
+        """Return the features that the loader reads instead of images for update number `step`.
 
-        Return None if the loader reads images. Computing the features may take an epoch.
+        Return None if the loader reads images. A call that computes features may take as long as
+        an epoch.
         """
         return None
 
     def as_read(self, batch: Batch, step: int) -> Batch:
-        """Return a batch of images in the form that update `step` reads.
+        """Return `batch`, a batch of images, in the form that update number `step` reads.
 
-        It has features instead of images if `source` returns features.
+        For example, cached features are added if the update reads features instead of images.
         """
         return batch
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return metrics on the validation images, by name. They are the same on all ranks."""
+        """Return a dict from name to metric on the validation images, the same on all ranks."""
 
     @abstractmethod
     def networks(self) -> Networks:
-        """Return the networks and their example inputs, by name, for summaries and TensorBoard."""
+        """Return a dict from name to (network, example inputs), for summaries and TensorBoard."""
 
     @abstractmethod
     def images_at(self, step: int) -> int:
@@ -104,11 +106,12 @@ class Task(ABC):
         """
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return one step number for each kind of step, with the fraction of steps of that kind.
+        """Return a dict from step number to fraction, with one step for each kind of step.
 
-        The result is a dict from step number to fraction, the most frequent kind first. The steps
-        are measured to predict the duration of a training. Their numbers are `first` or later,
-        except for kinds that only occur earlier.
+        Steps are of one kind if they take about the same time, for example because the same
+        penalties are due in them. The fraction is that of all steps that are of this kind, and the
+        most frequent kind comes first. These steps are measured to predict the duration of a
+        training. Their numbers are `first` or later, except for kinds that only occur earlier.
         """
         return {first: 1.0}
 
@@ -117,15 +120,18 @@ class Task(ABC):
         return None
 
     def describe(self) -> dict[str, str]:
-        """Return a dict from label to text: additional rows of the printed plan for this task."""
+        """Return this task's additional rows of the printed plan, as a dict from label to text."""
         return {}
 
     def provenance(self) -> dict[str, object]:
-        """Return additional data about the models, for checkpoints. It consists of plain types."""
+        """Return additional entries for checkpoints that describe the models, of plain types."""
         return {}
 
     def lineage(self) -> Lineage:
-        """Return the data and networks from which teachers and pretrained networks have learnt."""
+        """Return the lineage that the run inherits from its teachers and pretrained networks.
+
+        A lineage records the data and the networks from which weights have learnt.
+        """
         return Lineage.of()
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:

@@ -112,9 +112,9 @@ class ClassifierConfig(RunConfig):
 
 
 def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
-    """Raise UserError if images, head and number of processes do not fit each other or the config.
+    """Raise UserError if the config cannot be run with these images and this number of processes.
 
-    `training.base.data` has already checked the labels.
+    `training.base.data` must have checked the labels before.
     """
     check_classes(config, dataset, val_dataset)
     check_batches(config, collectives.world_size())
@@ -123,7 +123,10 @@ def check_run(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset |
 
 
 def check_classes(config: ClassifierConfig, dataset: Dataset, val_dataset: Dataset | None) -> None:
-    """Raise UserError unless the classes of the data sets agree with each other and with the head."""
+    """Raise UserError unless the classes of the data sets agree with each other and with the head.
+
+    Also raise it if the training images have fewer than two classes or a class without images.
+    """
     classes, path = dataset.classes, config.data.path
     have_several = dataset.meta.sets is not None
     refuse(

@@ -134,7 +134,7 @@ class FineTuning:
     def _last(self, values: Mapping[str, T], name: str, default: T) -> T:
         """Return the value of the last part in `values` that contains the parameter `name`.
 
-        Return `default` if no part contains it.
+        `values` is a dict from part to value. Return `default` if no part contains the parameter.
         """
         for part, value in reversed(list(values.items())):
             if self.matches(part, name):
@@ -159,9 +159,10 @@ class FineTuning:
         return begin is not None and step >= begin and (end is None or step < end)
 
     def border(self, step: int) -> int:
-        """Return the number of first stages whose outputs for an image are fixed at `step`.
+        """Return how many stages, counted from the input, can be skipped in update number `step`.
 
-        In these stages nothing trains, is random, or depends on other images of the batch.
+        Training can read cached outputs of these stages, because their outputs for an image do not
+        change: in them nothing trains, is random, or depends on other images of the batch.
         """
         if not self.config.is_active or self._draws():
             return 0
@@ -184,7 +185,7 @@ class FineTuning:
         return min(frozen, len(stages) + 1 - used)
 
     def _draws(self) -> bool:
-        """Return True if the network has random layers, which are dropout or stochastic depth."""
+        """Return True if the network has random layers: dropout or stochastic depth."""
         for module in self.model.network.modules():
             if getattr(module, "p", 0) or getattr(module, "drop_prob", 0):
                 return True
@@ -193,8 +194,9 @@ class FineTuning:
     def at(self, step: int) -> None:
         """Prepare the model for update number `step`.
 
-        Only parameters that train require gradients. A BatchNorm is in evaluation mode, so that its
-        statistics do not change, if all its parameters are frozen, or with `freeze_bn`.
+        Parameters that do not train get `requires_grad` False, all others True. A BatchNorm is put
+        in evaluation mode, so that its statistics do not change, if all its parameters are frozen
+        or if `freeze_bn` is set.
         """
         if not self.config.is_active:
             return
@@ -205,12 +207,14 @@ class FineTuning:
             norm.train(not (self.config.freeze_bn or is_frozen))
 
     def groups(self, weight_decay: float) -> list[Group] | None:
-        """Return the optimizer's parameter groups; None if all train with one learning rate.
+        """Return the optimizer's parameter groups.
 
-        Parameters with the same factor (`lr_scale`) and the same first update belong together. The
-        first update matters because an optimizer may count a group's updates. They form up to two
-        groups: matrices and filters with `weight_decay`, and vectors without. `params` holds pairs
-        (name, parameter). Parameters that never train are in no group.
+        All parameters of a group have the same factor of the learning rate (`lr_scale`) and the
+        same first update, because an optimizer may count a group's updates. Matrices and filters
+        are in groups with `weight_decay`, vectors in groups without. `params` holds pairs (name,
+        parameter). Parameters that never train are in no group.
+
+        Return None if all parameters train from the first update on with one learning rate.
         """
         if not self.config.regrouped:
             return None
@@ -230,9 +234,9 @@ class FineTuning:
         return [group for group in chain(*pairs.values()) if group["params"]]
 
     def describe(self) -> list[str]:
-        """Return lines for the plan: the step from which on each part trains.
+        """Return lines for the printed plan: the step from which on each part trains.
 
-        Returns [] if all parameters train with one learning rate.
+        Return [] if no setting of fine-tuning is active.
         """
         if not self.config.is_active:
             return []

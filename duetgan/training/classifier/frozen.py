@@ -1,6 +1,7 @@
-"""Compute the outputs of a classifier's first stages once for every image.
+"""Compute the outputs of a classifier's first stages, those nearest to the input, once per image.
 
-They serve to train with frozen stages, and to fit a regression on features.
+While these stages are frozen, training reads their outputs instead of the images. The probe
+(probe.py) is a regression on the outputs of all stages.
 """
 
 from collections.abc import Iterator
@@ -32,8 +33,8 @@ BLOCK, PIXELS = 256, 1 << 21  # largest numbers of images and of pixels in a for
 def blocks(count: int, side: int) -> list[np.ndarray]:
     """Divide the record numbers 0..count-1 into batches for forward passes.
 
-    `side` is that of the images in px. The division is always the same, because the last bits of a
-    convolution may depend on the other images of the batch.
+    `side` is the side of the images in px. The division depends on nothing else, because the last
+    bits of a convolution may depend on the other images of the batch.
     """
     size = max(1, min(BLOCK, PIXELS // side**2))
     return [np.arange(start, min(start + size, count)) for start in range(0, count, size)]
@@ -42,11 +43,11 @@ def blocks(count: int, side: int) -> list[np.ndarray]:
 def outputs(
     model: Classifier, dataset: Dataset, records: np.ndarray, mirror: bool, end: int | None = None
 ) -> Tensor:
-    """Return the outputs of the first `end` stages for the images in `records`, on the CPU.
+    """Return the outputs of the first `end` stages for the images numbered `records`, on the CPU.
 
-    The result is [n, ..., 1], or with `mirror` [n, ..., 2]: the image and its mirror image. If
-    `end` is None, all stages and the pooling are applied. The caller sets evaluation mode and
-    precision, and turns gradients off.
+    The result is [n, ..., 1], or with `mirror` [n, ..., 2]: the outputs for the image and for its
+    mirror image. If `end` is None, all stages and the pooling are applied. The caller sets
+    evaluation mode and precision, and turns gradients off.
     """
     images = classifier_input(model, read_batch(dataset, records).images)
     views = [images, images.flip(3)] if mirror else [images]
@@ -92,7 +93,7 @@ def image_features(
 
 
 class Span(NamedTuple):
-    """A range of steps in which the same first stages are frozen."""
+    """A range of steps in which the same stages, counted from the input, are frozen."""
 
     start: int  # first step
     stop: int  # the step after the last
@@ -153,7 +154,10 @@ class FrozenStages:
         return config.loss.teacher is None
 
     def _frozen_spans(self, finetuning: FineTuning, sizes: Resizing) -> Iterator[Span]:
-        """Yield the spans of steps in which the same first stages are frozen, at one image size."""
+        """Yield the spans of steps in which the same stages are frozen and images have one size.
+
+        Steps without frozen stages are in no span.
+        """
         changes = {*finetuning.begins.values(), *finetuning.ends.values(), *dict(sizes.spans)}
         steps = sorted(step for step in changes if step is not None and step < self.config.steps)
         groups = groupby(steps, lambda step: (finetuning.border(step), sizes.side_of(step)))
@@ -171,8 +175,8 @@ class FrozenStages:
     def outputs(self, images: Tensor, step: int) -> Tensor | None:
         """Return the outputs of the frozen stages for `images`, flattened to [n, F, 1, 1].
 
-        Sets `begin` to the number of these stages, and `shape` to the outputs' shape for an image.
-        Returns None if update `step` reads images.
+        Set the attributes `begin`, the number of these stages, and `shape`, the shape of their
+        outputs for an image. Return None if update number `step` reads images.
         """
         if (span := self._span_of(step)) is None:
             return None
@@ -182,9 +186,10 @@ class FrozenStages:
         return maps.reshape(len(images), -1, 1, 1)
 
     def source(self, step: int) -> CachedFeatures | None:
-        """Return the cached features that update number `step` reads instead of images, or None.
+        """Return the cached outputs that update number `step` reads instead of images.
 
-        The model must be set up for that step.
+        The first call in a span computes them. Return None if the update reads images.
+        `ClassifierStep.set_up` must have been called for this step.
         """
         span = self._span_of(step)
         if span != self._span:
@@ -196,9 +201,10 @@ class FrozenStages:
         return self._source
 
     def features(self, source: CachedFeatures | None) -> tuple[Tensor, Tensor]:
-        """Return the result of `image_features` in the run's precision.
+        """Return the features and labels of all images, as `image_features` does.
 
-        If `source` is given, the features are computed from its cached outputs.
+        They are computed in the run's precision, and from the cached outputs in `source` instead of
+        the images if it is not None.
         """
         with self.precision.autocast():
             if source is None:

@@ -28,10 +28,10 @@ from duetgan.utils.runlog.run_log import say_main
 
 
 class MicroBatchSize(Fields):
-    """The largest number of samples per forward pass: `size`, which is saved in checkpoints.
+    """The largest number of samples per forward pass, `size`, which is saved in checkpoints.
 
-    If the setting is "auto", `size` begins at all `count` samples of the process, and `find` halves
-    it.
+    `count` is the number of samples of the process. If the setting is "auto", `size` begins at
+    `count`, and `find` halves it until a step fits into memory.
     """
 
     STATE = ("size",)
@@ -49,8 +49,8 @@ class MicroBatchSize(Fields):
     def slices(self) -> list[slice]:
         """Return the rows of each micro-batch, with as few micro-batches as possible.
 
-        Their sizes are nearly equal, because a much smaller last one would give BatchNorm poor
-        statistics.
+        The micro-batches have nearly equal sizes, because a much smaller last one would give
+        BatchNorm poor statistics.
         """
         parts = -(-self.count // self.size)
         ends = [self.count * number // parts for number in range(parts + 1)]
@@ -59,8 +59,9 @@ class MicroBatchSize(Fields):
     def find(self, attempt: Callable[[], object]) -> None:
         """Halve the size until there is enough memory for `attempt`, which does the work of a step.
 
-        Does nothing if the setting is not "auto", or if `is_stale` is False. Raises TrainingHalted
-        if a single sample needs too much memory.
+        Do nothing if the setting is not "auto", or if neither the trained parameters nor the image
+        size have changed since the last call. Raises TrainingHalted if a single sample needs too
+        much memory.
         """
         if not (self.auto and self.is_stale):
             return
@@ -90,7 +91,10 @@ class MicroBatchSize(Fields):
 
 
 def fits(attempt: Callable[[], object]) -> bool:
-    """Call `attempt`, and return False if memory runs out. Its tensors are then released."""
+    """Call `attempt`; return True, or False if it runs out of memory.
+
+    After a failure, its tensors are released before the return.
+    """
     try:
         attempt()
     except (RuntimeError, MemoryError) as error:
@@ -119,9 +123,9 @@ class MicroBatch(NamedTuple):
 
 
 class Inputs:
-    """The preparation of a process's samples for the network.
+    """The way from a process's samples to the network's inputs: augment, mix, divide.
 
-    These samples begin at row `first_row` of the global batch.
+    These samples are the rows of the global batch that begin at `first_row`.
     """
 
     def __init__(
@@ -141,8 +145,9 @@ class Inputs:
             )
 
     def augmented(self, batch: Batch, step: int, start: int) -> Samples:
-        """Augment a batch, which holds the rows [start, start + n) of the global batch.
+        """Return the samples of `batch` after augmentation, with the draws for their mixing.
 
+        The batch holds the rows [start, start + n) of the global batch of update number `step`.
         8-bit images stay uint8, which takes a quarter of the memory of floats.
         """
         config = self.config
@@ -195,7 +200,10 @@ class Inputs:
             yield MicroBatch(images, targets, samples.begin, rows.stop == self.micro.count)
 
     def rows(self, samples: Samples, rows: slice) -> tuple[Tensor, Targets]:
-        """Return the network's inputs for `rows` of the samples, after mixing, and the targets."""
+        """Return the network's inputs and the targets for the rows `rows` of `samples`.
+
+        Here images are mixed and converted to floats.
+        """
         mixing = samples.mixing
         if mixing is None:
             return self._float(samples.images[rows]), samples.targets.rows(rows)

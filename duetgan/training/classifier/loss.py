@@ -208,8 +208,8 @@ def class_weight_list(
 
     Weights are scaled to a mean of 1 over the training images. So the loss of a batch can be
     divided by its size, which is the same on all ranks and in all micro-batches, whatever classes
-    it holds. With several labels per image, the weights are those of present labels, and are not
-    scaled.
+    it holds. With several labels per image, the weights apply to the labels that an image has, and
+    are not scaled.
 
     Args:
         class_frequencies: Relative frequency of each class in training. With several labels per
@@ -283,7 +283,10 @@ class Criterion:
             self.smoothing.fill_(cosine(start, end, step, self.steps))
 
     def __call__(self, logits: Tensor, targets: Targets, images: Tensor) -> Tensor:
-        """Return the sum of the samples' losses, 0-d. The logits are those of `images`."""
+        """Return the sum of the samples' losses, 0-d, from the network's logits for `images`.
+
+        If there is a teacher, it computes its own logits for `images`.
+        """
         smoothing = self.smoothing.to(logits.dtype)
         loss = classifier_loss(logits, targets, self.config, self.weights, self.prior, smoothing)
         if self.teacher is None:
@@ -368,8 +371,8 @@ def distillation_loss(
 ) -> Tensor:
     """Return the distillation loss, 0-d (Hinton et al. 2015, 1503.02531).
 
-    It is the sum over the samples, each with the weight of its class, of
-    T^2 KL(softmax(t / T) || softmax(z / T)).
+    It is the sum of T^2 KL(softmax(t / T) || softmax(z / T)) over the samples. Each sample has the
+    weight of its class. T is the config's temperature.
     """
     temperature = config.temperature
     student = (logits / temperature).log_softmax(1)

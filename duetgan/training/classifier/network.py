@@ -24,9 +24,9 @@ PART, PIXELS = 256, 1 << 22  # largest numbers of images and of pixels in memory
 
 
 def build_network(config: ClassifierConfig, dataset: Dataset, device: torch.device) -> Classifier:
-    """Return the classifier that a training begins with, on the device. All ranks must call this.
+    """Build the classifier with which a training begins, on the device.
 
-    Raises UserError for weights that are missing or do not fit.
+    All ranks must call this. Raises UserError for weights that are missing or do not fit.
     """
     with forked(config.seed, "init", "classifier"):
         model = Classifier(config.model, **config.shape(dataset))
@@ -47,7 +47,10 @@ PLACEMENTS: dict[str, Callable[[Classifier, ClassifierConfig, torch.device], Non
 
 
 def initialise(model: Classifier, dataset: Dataset) -> None:
-    """Load the weights that `model.weights` names; if None, fit the first filters to the images."""
+    """Load the weights that the config key `model.weights` names.
+
+    If the key is null, fit the first filters to the images instead.
+    """
     if model.config.weights is None:
         fit_first_filters(model, dataset)
         return
@@ -87,12 +90,12 @@ def fit_first_filters(model: Classifier, dataset: Dataset) -> None:
 
 
 def widen_narrow_maps(model: nn.Module) -> None:
-    """Make strided convolutions pad maps that are narrower than the stride, under autocast on CPUs.
+    """Make strided convolutions pad inputs that are narrower than the stride, under CPU autocast.
 
-    For such maps oneDNN (torch 2.15, AVX-512) leaves a part of the weight gradient uninitialised.
-    With 3x3 kernels and stride 2, this part is the taps that see only padding. More zeros at the
-    side of the map do not change the output. Only odd kernels with zero padding of half their width
-    are changed, like those of torchvision's networks.
+    For such inputs oneDNN (torch 2.15, AVX-512) leaves a part of the weight gradient uninitialised.
+    With 3x3 kernels and stride 2, this part is the taps that see only padding. The zeros that are
+    added at the side do not change the output. Only convolutions with odd kernels and zero padding
+    of half their width are changed, such as those of torchvision's networks.
     """
 
     def widened(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor] | None:

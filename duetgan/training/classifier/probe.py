@@ -76,10 +76,11 @@ class ProbeSummary(Fields):
 
 
 def look_alike_groups(dataset: Dataset) -> np.ndarray:
-    """Return the group of each image: the number of the first image that looks like it, int64 [n].
+    """Return the group of each image, int64 [n]; images that look alike are in one group.
 
-    An image without look-alikes gets its own number. So do all images of a data set that is not
-    searched, because it has several files, has more than COMPARED images, or is not packed.
+    The number of a group is that of its first image. A data set is not searched for look-alikes if
+    it has several files, has more than COMPARED images, or is not packed. Each of its images is
+    then a group.
     """
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
@@ -100,8 +101,9 @@ def fit(
 ) -> Probe:
     """Fit a logistic regression, and choose the strength of its penalty by cross-validation.
 
-    The chosen strength has the best accuracy on held-out images, of which only the first view
-    counts. For the reported accuracy, each fold uses the strength that is best on the other folds.
+    The chosen strength is that with the best accuracy on held-out images. Only the first view of
+    a held-out image counts. For the reported accuracy, each fold uses the strength that is best on
+    the other folds.
 
     Args:
         features: [n, V, F] of V views of each image, on the device that computes.
@@ -156,9 +158,10 @@ def _path(
     strengths: Sequence[float],
     scale: FeatureScale | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fit a regression for each strength, and yield its weight [K, F] and bias [K].
+    """Fit a regression for each strength of the penalty, and yield its weight [K, F] and bias [K].
 
-    They apply to features that are not standardised. Each fit starts from the previous solution.
+    The fit standardises the features by `scale`, but weight and bias apply to features that are not
+    standardised. Each fit starts from the previous solution.
     """
     x, y = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
     mean, deviation = scale or scale_of(x)

@@ -83,8 +83,8 @@ class Replica:
     def wrap(self) -> bool:
         """Wrap and compile the model again if the set of trained parameters has changed.
 
-        With several processes the wrapper is DDP. Return True if the set has changed since the last
-        call, and at the first call.
+        With several processes the wrapper is DDP, unless steps are captured. Return True if the set
+        has changed since the last call, and at the first call.
         """
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
         if trained == self._trained:
@@ -145,9 +145,9 @@ class Replica:
     def _together(self) -> Iterator[None]:
         """Replace many small operators inside the block by a few that serve several layers each.
 
-        The weights of a stage are cast together. BatchNorms do not count their batches;
-        `count_batches` does that. The weights of a compiled network are not cast, because its graph
-        has fused casts.
+        The weights of a stage are cast together to the dtype of autocast, except for a compiled
+        network, whose graph has fused casts. BatchNorms do not count their batches;
+        `count_batches` does that.
         """
         assert self._forward is not None
         device = self.device.type
@@ -179,7 +179,11 @@ class Replica:
             torch._foreach_add_(group, applied.to(device, dtype), alpha=passes)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context manager for a micro-batch. The last one exchanges the gradients."""
+        """Return a context manager for the passes of a micro-batch, which accumulate gradients.
+
+        If `last` is True, the backward pass also begins the exchange of gradients between the
+        processes.
+        """
         if self._exchange is not None and last:
             self._exchange.overlap()
         if self._ddp is None or last:
@@ -189,9 +193,9 @@ class Replica:
     def sum_gradients(self) -> None:
         """Finish the exchange of the gradients, and turn DDP's means over the processes into sums.
 
-        Multiplying the losses instead would give the same sums. But logged gradients and the
-        overflow of fp16 would then depend on the number of processes. Raises UserError if a
-        parameter that trains has no gradient.
+        Multiplying the losses by the number of processes would give the same sums. But logged
+        gradients and the overflow of fp16 would then depend on this number. Raises UserError if DDP
+        is used and a parameter that trains has no gradient.
         """
         if self._exchange is not None:
             self._exchange.finish()
@@ -215,7 +219,7 @@ class Replica:
             torch._foreach_mul_(group, collectives.world_size())
 
     def average_statistics(self) -> None:
-        """Average the processes' own running statistics, if BatchNorm is not synchronised."""
+        """Average BatchNorm's running statistics over the processes, if it is not synchronised."""
         if collectives.world_size() == 1 or self.is_synchronised:
             return
         running: list[Tensor] = []

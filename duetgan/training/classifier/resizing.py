@@ -77,20 +77,21 @@ class Resizing:
         return self.model.side != previous
 
     def side_of(self, step: int) -> int:
-        """Return the side of the images at update number `step` in px."""
+        """Return the side of the images in px at update number `step`."""
         return self.spans[bisect_right(self.spans, step, key=lambda span: span[0]) - 1][1]
 
     def typical_steps(self) -> dict[int, float]:
-        """Return the last step of each image size, with the fraction of steps at that size.
+        """Return a dict from step number to fraction, with one entry for each image size.
 
-        The result is a dict from step number to fraction, the largest fraction first.
+        The step is the last one at this size, and the fraction is that of all steps at this size.
+        The largest fraction comes first.
         """
         ends = [*(first for first, _ in self.spans), self.steps]
         fractions = {end - 1: (end - first) / self.steps for first, end in pairwise(ends)}
         return dict(sorted(fractions.items(), key=lambda item: -item[1]))
 
     def describe(self) -> dict[str, str]:
-        """Return a dict with a row for the plan; empty if no resizing is configured."""
+        """Return a dict with a row for the printed plan; empty if no resizing is configured."""
         if self.config.initial_scale == 1:
             return {}
         changes = [f", {side} px from step {first:,}" for first, side in self.spans[1:]]
@@ -98,10 +99,10 @@ class Resizing:
 
 
 def side_at(config: ResizingConfig, step: int, steps: int, full: int) -> int:
-    """Return the side of the images at update number `step` of `steps` in px, at most `full`.
+    """Return the side of the images in px at update number `step` of a training of `steps` updates.
 
-    A side below `full` is a multiple of an increment: an eighth of `full`, rounded up to a multiple
-    of 4 px. The arithmetic is exact.
+    It is at most `full`, the side at the end. A smaller side is a multiple of an increment: an
+    eighth of `full`, rounded up to a multiple of 4 px. The arithmetic is exact.
     """
     # The decimal text of a float gives the exact fraction: 0.1 is a tenth.
     initial = Fraction(str(config.initial_scale))

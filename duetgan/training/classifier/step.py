@@ -27,7 +27,10 @@ class ClassifierStep(ClassifierParts):
         return self.graphs.run(self.update, [batch], step, kind=self.kind, structure=self.structure)
 
     def update(self, batches: Sequence[Batch], step: int) -> dict[str, Tensor]:
-        """Make update number `step` from a batch, and return the metrics. Needs `set_up` before."""
+        """Make update number `step` from one batch, and return the metrics.
+
+        `set_up` must have been called for this update.
+        """
         samples = graphs.value(lambda step: self.samples(batches[0], step), step)
         statistics = collectives.Snapshot(self.replica.statistics)
         loss, correct = self.gradients(samples)
@@ -51,16 +54,16 @@ class ClassifierStep(ClassifierParts):
         self.ema.update(self.model, decay, skipped, average)
 
     def kind(self, step: int) -> Hashable:
-        """Return the kind of a step for `Graphs`.
+        """Return a key for CUDA graphs, which is equal for steps that launch the same kernels.
 
-        It is None if hooks on layers are due, because these run on the host.
+        Return None for a step with hooks on layers, which run on the host and cannot be captured.
         """
         return None if self.config.log.layers_due(step) else "update"
 
     def structure(self, step: int) -> Hashable:
-        """Return the values, besides the kind, on which the kernels of a step depend.
+        """Return the sizes and objects that determine the kernels of a step, besides its kind.
 
-        Needs `set_up` before.
+        `set_up` must have been called for update number `step`.
         """
         modes = [module.training for module in self.model.modules()]
         trained = [parameter.requires_grad for parameter in self.model.parameters()]
@@ -68,15 +71,15 @@ class ClassifierStep(ClassifierParts):
         return sizes, *modes, *trained, self.precision.scaler, self.updater.optimizer
 
     def samples(self, batch: Batch, step: int) -> Samples:
-        """Augment this process's part of the global batch."""
+        """Augment `batch`, this process's part of the global batch."""
         with phase("augment"):
             return self.inputs.augmented(batch, step, self.inputs.first_row)
 
     def set_up(self, step: int) -> None:
-        """Prepare update number `step`: trained parameters, label smoothing, and image size.
+        """Set the trained parameters, label smoothing and image size for update number `step`.
 
-        A second call for the same step changes nothing. `ClassifierTask.source` calls this method
-        before the batch is read, and `step` calls it after that.
+        It is called several times per update, for example before the batch is read and again before
+        the forward pass. A repeated call for the same update changes nothing.
         """
         self.finetuning.at(step)
         self.criterion.at(step)
@@ -85,9 +88,9 @@ class ClassifierStep(ClassifierParts):
             self.inputs.micro.is_stale = True
 
     def gradients(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of the global batch. A process computes its part in micro-batches.
+        """Compute the gradients of the mean loss over the global batch, in micro-batches.
 
-        Returns this process's part of the mean loss, and its number of correct predictions, both
+        Return this process's part of the mean loss, and its number of correct predictions, both
         0-d.
         """
         self.updater.zero_grad()

@@ -51,10 +51,11 @@ class ClassifierTask(ClassifierStep):
 
     @staticmethod
     def outline(config: ClassifierConfig, shape: Shape) -> Outline:
-        """Return a lower bound of the networks: the head's hidden layer on the narrowest backbone.
+        """Return a lower bound of the model: the head's hidden layer on the narrowest backbone.
 
-        The layer has two copies, weights and average. If the head has no hidden layer, a layer of
-        one unit is returned. Backbones are left out because their sizes cannot be configured.
+        See `Task.outline`. Two copies are counted, the weights and their average. If the head has
+        no hidden layer, a layer of one unit is returned. Backbones are left out because their sizes
+        cannot be configured.
         """
         width = 1
         if config.model.head == "hidden":
@@ -102,9 +103,9 @@ class ClassifierTask(ClassifierStep):
         say_main(f"probe: {self.probe}; training begins there")
 
     def feature_scale(self) -> FeatureScale | None:
-        """Return the mean and deviation with which the probe standardises the features.
+        """Return the mean and deviation by which the probe standardises the features.
 
-        None means those of the features to which the probe is fitted.
+        None stands for the mean and deviation of the features to which the probe is fitted.
         """
         return None
 
@@ -128,7 +129,7 @@ class ClassifierTask(ClassifierStep):
         return batch if features is None else Batch(batch.images, batch.labels, features=features)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """Return the first training images as the network sees them; None at steps after 0."""
+        """Return a grid of the first training images, augmented and mixed; None after step 0."""
         if step:
             return None
         count = min(64, len(self.dataset), self.config.batch_size)
@@ -157,7 +158,10 @@ class ClassifierTask(ClassifierStep):
         return rows
 
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of the average model on the validation images, or {} if there are none."""
+        """Return metrics of the moving average of the model on the validation images.
+
+        Return {} if there are no validation images.
+        """
         if self.val_dataset is None:
             return {}
         document = evaluate_classifier(

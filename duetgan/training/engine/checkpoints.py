@@ -1,16 +1,16 @@
 """Checkpoints of a run: their content, their writing, and the restoring of the newest one.
 
 - Content: `CheckpointManager.save` lists the entries, and docs/checkpoints.md explains each. The
-  entry `state` has the state dict of each object of `Loop.registry` (loop.py), by name. These
-  objects are those of `Task.registry` (gan/task.py, classifier/task.py), such as networks,
-  averages, optimizers and the loss scaler; and the loader's position, the window of metrics, and
-  the loop with its callbacks. Random number generators have no state, because each draw has its own
-  seed (docs/randomness.md).
+  entry `state` is a dict from the name of each object of `Loop.registry` (loop.py) to its state
+  dict. The registry has the objects of `Task.registry` (gan/task.py, classifier/task.py), such as
+  networks, averages, optimizers and the loss scaler. It also has the loader, the window of metrics,
+  and the loop with its callbacks. Random number generators have no state, because each draw has its
+  own seed (docs/randomness.md).
 - Restoring: every start of a run calls `Loop.resume` (`_resume` in run.py), which calls
   `CheckpointManager.restore` on all ranks. Rank 0 finds the newest readable file, and each rank
   loads it. base/restoring.py checks its content and calls `load_state_dict` of each object. The
   manager itself restores the lineage and the step of the best checkpoint. A roll-back (rollback.py)
-  calls `restore` with `up_to`. Other programs, which need only a network, use models/restore.py.
+  calls `restore` with `up_to`. Programs that need only a network use models/restore.py instead.
 
 utils/checkpoint writes and reads the files.
 """
@@ -39,7 +39,10 @@ Evaluation = Mapping[str, object]  # metric, value and interval of an evaluation
 
 
 class CheckpointManager:
-    """The checkpoints of one run: rank 0 writes them, every rank reads them."""
+    """A manager that saves and restores the checkpoints of one run.
+
+    Rank 0 writes them, and every rank reads them.
+    """
 
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config = config
@@ -71,11 +74,12 @@ class CheckpointManager:
     ) -> None:
         """Write a checkpoint of `step` with the states of all objects in `registry`.
 
-        A step that is already saved is not written again. `metadata` are further entries of the
-        checkpoint. After the write, `last.json` points at the file, and `best.json` too if `best`
-        is True; both record `evaluation`. If the disk is full, a warning is printed and the
-        previous checkpoint remains; see `check`. With `checkpoint.asynchronous` a thread writes,
-        and this method only waits for the previous write.
+        On ranks other than 0 this does nothing. A step that is already saved is not written again.
+        `metadata` holds further entries of the checkpoint. After the write, `last.json` points at
+        the file, and `best.json` too if `best` is True; both record `evaluation`. If the write
+        fails, for example because the disk is full, only a warning is printed; see `check`. With
+        `checkpoint.asynchronous` a thread writes, and this method waits only for the previous
+        write.
         """
         if not collectives.is_main():
             return
@@ -131,7 +135,10 @@ class CheckpointManager:
             job.result()
 
     def check(self, last: int) -> None:
-        """Raise TrainingHalted on all ranks if the checkpoint of step `last` was not written."""
+        """Raise TrainingHalted on all ranks if writing the checkpoint of step `last` failed.
+
+        All ranks must call this. `last` is the step at which the training has ended.
+        """
         collectives.barrier()  # rank 0 may have waited for the disk
         problem = self._failure if self.saved_step != last else ""
         if problem := collectives.broadcast_object(problem):
@@ -149,8 +156,10 @@ class CheckpointManager:
     ) -> checkpoints.Checkpoint | None:
         """Load the newest readable checkpoint into the objects of `registry`; return its content.
 
-        Return None if there is no checkpoint. If `up_to` is given, checkpoints after this step are
-        deleted first. Raises UserError if the checkpoint does not fit the data or the task.
+        If `up_to` is given, checkpoints of later steps do not count, and are deleted. Return None,
+        and delete nothing, if there is no checkpoint that counts. Raises UserError if the
+        checkpoint was trained on other images (without `--new-data`), or if its states do not fit
+        the objects.
         """
         self.wait()
         path = collectives.from_main_process(lambda: self._find(up_to))
@@ -174,9 +183,9 @@ class CheckpointManager:
     def _find(self, up_to: int | None) -> str | None:
         """Return the path of the newest readable checkpoint up to step `up_to`; delete later ones.
 
-        If `up_to` is None, the limit is the step of `last.json` if training broke after that step;
-        otherwise there is no limit. Return None if there is no checkpoint up to the limit; then
-        nothing is deleted. Called on rank 0.
+        If `up_to` is None, and `last.json` records that training broke after the checkpoint that it
+        names, the step of this checkpoint is the limit. Otherwise None means no limit. Return None,
+        and delete nothing, if there is no checkpoint up to the limit. Called on rank 0.
         """
         folder = self.folder.checkpoints
         last = checkpoints.pointer(folder, "last")
@@ -192,7 +201,10 @@ class CheckpointManager:
         return None if newest is None else str(newest[0])
 
     def _point(self, path: Path, evaluation: Evaluation, step: int, is_best: bool) -> None:
-        """Point `last.json` at `path`, the checkpoint of `step`; also `best.json` if `is_best`."""
+        """Point `last.json` at `path`, the checkpoint of `step`; also `best.json` if `is_best`.
+
+        Both files record `evaluation`.
+        """
         checkpoints.point(path.parent, "last", path, **evaluation)
         self.saved_step = step
         if is_best:

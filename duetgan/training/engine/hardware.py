@@ -1,10 +1,10 @@
 """The precision and the number of threads of a run.
 
-Each is decided by the first of these that has a value for it:
+Four sources are asked in this order. The first that has a value decides:
 
 1. The config: `precision` and `threads`, if they are not auto.
 2. The run folder: a resumed run keeps the values of its first start.
-3. The environment: DUET_PRECISION replaces precision auto; OMP_NUM_THREADS is kept.
+3. The environment: DUET_PRECISION is a precision, OMP_NUM_THREADS a number of threads.
 4. The device (utils/machine.py): `native_precision` returns the fastest precision for which the
    device has instructions. `fitting` returns one thread for each core that other programs leave
    free.
@@ -32,12 +32,13 @@ NATIVE = " (auto: native here)"  # reason of a precision that nothing but the de
 
 
 def settle(config: RunConfig, saved: Tree, device: torch.device) -> tuple[RunConfig, str]:
-    """Choose precision and threads, set torch's threads, and return the config with both.
+    """Choose the precision and the number of threads, and set the number of threads of torch.
 
     Args:
         saved: Config of the run's first start; empty for a new run.
 
-    Returns: The config, the same on all ranks, and the plan's text: the precision with its reason.
+    Returns: The config with the precision and, on a CPU, the number of threads, the same on all
+    ranks; and the precision with the reason for it, a text for the printed plan.
     """
     precision, reason = collectives.from_main_process(lambda: _precision(config, saved, device))
     threads = collectives.from_main_process(lambda: _threads(config, saved, device))
@@ -49,7 +50,7 @@ def settle(config: RunConfig, saved: Tree, device: torch.device) -> tuple[RunCon
 
 
 def _precision(config: RunConfig, saved: Tree, device: torch.device) -> tuple[str, str]:
-    """Return the precision, and the reason for it, which is empty if the config sets it."""
+    """Return the precision, and a text with the reason; it is empty if the config sets it."""
     if config.precision != "auto":
         return config.precision, ""
     if saved.get("precision", "auto") != "auto":

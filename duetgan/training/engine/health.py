@@ -25,10 +25,11 @@ from duetgan.utils.runlog.run_folder import RunFolder
 
 
 def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
-    """Return the tensors that must be equal on all ranks, as a dict from object name to list.
+    """Return the tensors that must be equal on all ranks, by the name of their object.
 
-    These are all tensors in the state of an object of `registry`, such as weights, averages and
-    optimizer moments, and its floats as 0-d tensors.
+    These are all tensors in the state dicts of the objects in `registry`, such as weights, averages
+    and optimizer moments. Floats in a state dict become 0-d tensors. An object without tensors and
+    floats is left out.
     """
     result = {}
     for name, part in registry.items():
@@ -44,7 +45,10 @@ def shared_tensors(registry: Mapping[str, Stateful]) -> dict[str, list[Tensor]]:
 
 
 def check_equal(registry: Mapping[str, Stateful], step: int, device: torch.device) -> None:
-    """Raise TrainingHalted on all ranks unless they have bit-identical `shared_tensors`."""
+    """Raise TrainingHalted on all ranks unless the `shared_tensors` of all ranks are bit-identical.
+
+    The message contains `step`, the number of updates made.
+    """
     different = collectives.unequal_ranks(shared_tensors(registry), device)
     if not different:
         return
@@ -68,9 +72,9 @@ class EqualWeights(Callback):
 
 
 class FirstStep(Callback):
-    """A callback that sets the timeout `distributed.timeout` after the first step.
+    """A callback that sets the timeout of collective operations after the first step.
 
-    Until then, `distributed.start_timeout` applies.
+    It is `distributed.start_timeout` during the first step, and `distributed.timeout` later.
     """
 
     def __init__(self) -> None:
@@ -94,7 +98,7 @@ class Beat(Callback):
 
 @contextmanager
 def explaining(loop: Loop) -> Iterator[None]:
-    """Raise TrainingHalted, with a remedy, in place of errors in the block with a known cause."""
+    """Replace an error of the block by TrainingHalted with a remedy, if its cause is known."""
     try:
         yield
     except Expected:
@@ -112,7 +116,10 @@ def explaining(loop: Loop) -> Iterator[None]:
 def explain(
     error: BaseException, config: RunConfig, step: int, resolution: int | str
 ) -> str | None:
-    """Return the cause of a failed step and a remedy, or None for an unknown error."""
+    """Return a text with the cause of a failed step and a remedy; None if the cause is unknown.
+
+    `error` was raised in the step. `resolution` is that of the images.
+    """
     if ran_out(error):
         world_size = collectives.world_size()
         processes = "process" if world_size == 1 else "processes"
@@ -138,9 +145,9 @@ def explain(
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
     """Return the exception to raise after a collective operation failed with `error`.
 
-    The exception names the missing ranks. The lowest remaining rank writes it into status.json,
-    since rank 0 may be missing, and prints it. It is not printed if the launcher itself reports the
-    killed processes.
+    The message names the missing ranks, if they are known. The lowest remaining rank writes the
+    message into status.json, since rank 0 may be missing, and prints it. The message is not printed
+    if the launcher itself reports the killed processes.
     """
     if under_launcher():
         # Otherwise torchrun would end this rank before it has reported the reason.

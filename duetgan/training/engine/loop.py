@@ -19,16 +19,16 @@ from duetgan.utils.runlog import run_folder, run_log
 
 
 class BrokenWeights(Exception):
-    """Raised on all ranks if training has broken the weights."""
+    """Raised on all ranks if the weights are broken: they can no longer be trained or evaluated."""
 
 
 class Callback:
     """Base class of optional features of a training, with methods that the loop calls.
 
     All ranks call the methods, which do nothing by default. `begin` prepares a new run. An
-    iteration is a step, and then the row of metrics, the evaluation and the checkpoint that are
-    due. `after_row` may go back to a checkpoint. `columns` returns metrics for a row, and
-    `state_dict` entries for the state of the loop.
+    iteration is a step, followed by the row of metrics, the evaluation and the checkpoint if they
+    are due. `after_row` may go back to an earlier checkpoint. `columns` returns metrics for a row.
+    `state_dict` returns entries for the state of the loop.
     """
 
     def begin(self, loop: "Loop") -> None: ...
@@ -161,7 +161,7 @@ class Loop(monitors.Fields):
     def batches(self) -> Iterator[Batch]:
         """Yield the training batches, without end.
 
-        A batch has images or, if `task.source` returns any for its step, features.
+        A batch holds images, or features if `task.source` returns cached features for its step.
         """
         while True:
             with phase("data"):
@@ -173,9 +173,9 @@ class Loop(monitors.Fields):
     def is_due(self, interval: int) -> bool:
         """Return True at every `interval`-th step, and at the last step of the config.
 
-        With interval 0 only the last step counts. The step `max_steps` does not count as the last,
-        because a run that stops there and is resumed must write the same rows as an uninterrupted
-        run.
+        With interval 0 only the last step counts. The argument `max_steps` of `run` has no
+        influence, because a run that stops there and is resumed must write the same rows as an
+        uninterrupted run.
         """
         is_last = self.step == self.config.steps
         return is_last or (interval > 0 and self.step % interval == 0)
@@ -209,9 +209,9 @@ class Loop(monitors.Fields):
             callback.after_step(self, metrics)
 
     def off_the_clock(self, action: Callable[[], object]) -> None:
-        """Run `action` on all ranks, and leave its time out of the images per second.
+        """Run `action`, and leave its time out of the metric `images_per_second`.
 
-        The ranks wait for one another, however long the action takes.
+        All ranks must call this. They wait for one another, however long the action takes.
         """
         with self.stopwatch.paused():
             action()

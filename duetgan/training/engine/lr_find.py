@@ -1,8 +1,9 @@
-"""The learning-rate search `train.py --lr-find`: a short training at growing rates, then undone.
+"""The learning-rate search `train.py --lr-find`: a short training at growing rates.
 
-This is the range test of Smith (1506.01186, section 3.3), with rates in geometric sequence. While
-rates are too small, the loss hardly changes. At higher rates it falls, and at the highest rates
-training diverges. A good rate is one at which the loss falls.
+Afterwards the state before the search is restored. The search is the range test of Smith
+(1506.01186, section 3.3), with rates in geometric sequence. While rates are too small, the loss
+hardly changes. At higher rates it falls, and at the highest rates training diverges. A good rate
+is one at which the loss falls.
 """
 
 import math
@@ -55,9 +56,9 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class Curve:
-    """The result of a search: learning rates, each with the loss after an update at this rate.
+    """The result of a search: learning rates, and the loss after an update at each of them.
 
-    This loss is measured on the next batch.
+    The loss is measured on the batch that follows the update.
     """
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
@@ -110,9 +111,9 @@ def search(loop: Loop, sweep: Sweep) -> Curve:
 
 
 def _sweep(loop: Loop, sweep: Sweep, updater: Updater, curve: Curve) -> Curve:
-    """Train at the rates of `sweep`; fill in and return `curve`.
+    """Train one step at each rate of `sweep`; fill in and return `curve`.
 
-    A step returns the loss before its update, so there is one more step than rates.
+    A step returns the loss before its update. So one more step than rates is needed.
     """
     losses: list[float] = []
     for number in range(sweep.steps + 1):
@@ -155,12 +156,12 @@ def draw(curve: Curve, steepest: float | None, path: Path) -> None:
 
 
 def write(curve: Curve, folder: Path) -> str:
-    """Write the curve into the run folder, as an image and as numbers.
+    """Write the curve into `folder`, the run folder, as an image and as numbers.
 
-    Returns the text for the user, with the option that sets the rate at which the loss falls
-    fastest.
+    Returns the text for the user: the option that sets the learning rate at which the loss falls
+    fastest, with explanations.
 
-    Raises UserError if the disk is full, or if the curve suggests no rate.
+    Raises UserError if the disk is full, or if the loss falls at no rate.
     """
     steepest = curve.steepest()
     write_atomic(folder / NUMBERS, as_json(asdict(curve) | {"steepest": steepest}))

@@ -22,7 +22,10 @@ from duetgan.utils.runlog.run_log import Events, Metrics, say
 
 
 class StatusFile(Callback):
-    """A callback that writes status.json; if the disk is full, it only prints a warning."""
+    """A callback that writes status.json before each checkpoint is saved.
+
+    If the file cannot be written, it only prints a warning.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -59,7 +62,8 @@ class Columns(Callback):
 class SampleGrids(Callback):
     """A callback that saves a grid of samples every `log.samples_every` steps.
 
-    It also saves a grid before the first step and after the last one.
+    It also saves a grid before the first step and after the last one. With `log.samples_every` 0
+    it saves none.
     """
 
     def begin(self, loop: Loop) -> None:
@@ -86,8 +90,9 @@ class SampleGrids(Callback):
 class LayerLog(Callback):
     """A callback that writes statistics of layers to TensorBoard every `log.layers_every` steps.
 
-    The patterns in `log.layers` choose the layers by their names, `NETWORK.LAYER`. Steps without
-    statistics have no hooks. Raises UserError before the first step if a pattern matches no layer.
+    The patterns in `log.layers` choose the layers by their names, `NETWORK.LAYER`. Hooks are
+    registered only for the steps whose statistics are written. Raises UserError before the first
+    step if a pattern matches no layer.
     """
 
     FOLDER = "layers"  # in RUN/tensorboard; TensorBoard shows it as a separate run
@@ -115,7 +120,7 @@ class LayerLog(Callback):
     def after_step(self, loop: Loop, metrics: Mapping[str, object]) -> None:
         """Write the statistics to TensorBoard if they are due in this step.
 
-        Only then does the host wait for the device.
+        The host waits for the device only in these steps.
         """
         if not self._config.layers_due(loop.step - 1):
             return
@@ -134,5 +139,8 @@ class LayerLog(Callback):
 
 
 def over_ranks(packed: Tensor) -> Tensor:
-    """Return the moments of the layers, [layers, 2, 6], merged over all ranks, on the CPU."""
+    """Merge the moments of the layers, `packed` [layers, 2, 6], over all ranks.
+
+    Returns a tensor of the same shape on the CPU. See `LayerStatistics.packed`.
+    """
     return reduce(merge, collectives.gather_objects(packed.cpu(), patient=False))

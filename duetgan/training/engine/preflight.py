@@ -46,9 +46,9 @@ def check_memory(
     outline: Callable[[], Outline],  # builds the networks; called on the meta device
     device: torch.device,
 ) -> None:
-    """Raise UserError if the networks' weights and their copies alone exceed the memory.
+    """Raise UserError if the memory is too small for the weights and all tensors of their size.
 
-    The copies are, for example, gradients and optimizer moments.
+    These tensors are, for example, gradients and optimizer moments. Activations are not counted.
     """
     processes = local_processes() if device.type == "cpu" else 1
     room = total_bytes(device, several=config.several_devices) // processes
@@ -75,9 +75,9 @@ def plan_rows(
     device: torch.device,
     precision: str,
 ) -> dict[str, str]:
-    """Return the printed plan as a dict from label to text.
+    """Return the rows of the printed plan, as a dict from label to text.
 
-    `precision` is the text about the precision, with the reason for its choice.
+    `precision` is the row about the precision, with the reason for its choice.
     """
     world_size, images = collectives.world_size(), task.images_at(config.steps)
     processes = "process" if world_size == 1 else "processes"
@@ -128,9 +128,9 @@ def _batch_rows(config: RunConfig, dataset: Dataset) -> dict[str, str]:
 
 
 def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
-    """Return the plan's text about an optimizer: name, learning rate, warm-up and schedule.
+    """Return the plan's row about an optimizer: name, learning rate, warm-up and schedule.
 
-    `steps` is the number of steps of the schedule.
+    `steps` is the length of the schedule, and `batch_size` that of the global batch.
     """
     configured, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
@@ -144,7 +144,10 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
 
 
 def layers_text(task: Task, name: str) -> str:
-    """Return a table of the layers of the network `name`, with output shapes and parameters."""
+    """Return a text table of the layers of a network, with output shapes and parameters.
+
+    `name` is the network's key in `task.networks()`.
+    """
     network, inputs = task.networks()[name]
     # torchinfo counts multiply-adds with deprecated calls, which print warnings.
     with warnings.catch_warnings(action="ignore"):

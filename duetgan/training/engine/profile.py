@@ -26,7 +26,7 @@ TOP = 12  # number of rows in the table of operators
 class Profiler(Callback):
     """A callback that traces `count` steps of rank 0 after a warm-up, and writes RUN/profile/.
 
-    Raises UserError if too few steps are left.
+    Raises UserError if fewer steps are left than the warm-up and the trace need.
     """
 
     def __init__(self, loop: Loop, count: int) -> None:

@@ -19,9 +19,10 @@ QUIET = 64  # steps without a skipped update after which training counts as heal
 
 
 class SkippedUpdates(Callback):
-    """A callback that counts skipped updates.
+    """A callback that counts skipped updates, which are those with non-finite gradients.
 
-    It raises BrokenWeights after more than `cap` updates with non-finite gradients.
+    It raises BrokenWeights after more than `cap` of them. Towards `cap`, updates do not count if
+    fp16's loss scale may have caused the overflow.
     """
 
     def __init__(self, cap: int) -> None:
@@ -39,10 +40,11 @@ class SkippedUpdates(Callback):
         self.span = list(state.get("failing", []))
 
     def before_save(self, loop: Loop) -> None:
-        """Set the checkpoint manager's last healthy step; None if no updates are being skipped.
+        """Set `healthy` of the checkpoint manager, the last step with surely healthy weights.
 
-        The last healthy step is two before the first skipped update, because the update in between
-        may have broken the weights.
+        It is None if no update was skipped in the last QUIET steps. Otherwise it is two steps
+        before the first skipped update of the present series, because the update between them may
+        have broken the weights.
         """
         failed = loop.window.failed
         for step, is_failed in enumerate(failed, loop.step - len(failed) + 1):
@@ -70,7 +72,8 @@ class SkippedUpdates(Callback):
 def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
     """Point `last.json` at the last healthy checkpoint; return the error that ends the training.
 
-    The same command then resumes from that checkpoint. `reason` begins the message of the error.
+    The same command then resumes from that checkpoint. If no checkpoint is healthy, `last.json`
+    does not change. `reason` begins the message of the error.
     """
     manager = loop.manager
     healthy = loop.step - 1 if manager.healthy is None else manager.healthy
@@ -98,10 +101,10 @@ def stop_broken(loop: Loop, reason: str) -> TrainingHalted:
 
 
 class SpikeRollback(Callback):
-    """A callback that warns of spikes in the loss, or rolls back to the last checkpoint before one.
+    """A callback that warns of a spike in the loss, or rolls back to the checkpoint before it.
 
-    After a roll-back, training skips the batches that it had read since that checkpoint. A spike
-    after `spikes.limit` roll-backs raises TrainingHalted.
+    `spikes.action` chooses between the two. After a roll-back, training skips the batches that it
+    had read since that checkpoint. A spike after `spikes.limit` roll-backs raises TrainingHalted.
     """
 
     def __init__(self, config: SpikesConfig) -> None:
@@ -152,8 +155,8 @@ class SpikeRollback(Callback):
     def roll_back(self, loop: Loop, spike: int, problem: str) -> None:
         """Go back to the last checkpoint before step `spike`, and continue with other images.
 
-        If there is no such checkpoint, only print a warning. `problem` is a text about the spike,
-        for the messages.
+        If there is no such checkpoint, only print a warning. `problem` is a text that describes the
+        spike in the messages.
         """
         broken_step, count = loop.step, self.count + 1
         position = loop.loader.state_dict()

@@ -1,4 +1,7 @@
-"""A training run from config file to finished run folder, in each process of `train.py`."""
+"""Run a training, from the config file to the finished run folder.
+
+Each process of `train.py` calls `train`.
+"""
 
 import importlib
 import os
@@ -43,7 +46,7 @@ CALLBACKS: list[Callable[[RunConfig, torch.device], list[Callback]]] = []
 def callbacks(
     config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder
 ) -> list[Callback]:
-    """Return the callbacks of a run's training loop, in the order in which it calls them."""
+    """Return the callbacks of a training loop, in the order in which the loop calls them."""
     result: list[Callback] = []
     for make in CALLBACKS:
         result += make(config, loader.device)
@@ -73,9 +76,12 @@ def train(
     layers: bool = False,
     new_data: bool = False,
 ) -> int:
-    """Train or resume a run; or search a learning rate or print the plan, if requested.
+    """Train or resume a run. On request, search a learning rate or print the plan instead.
 
     Args:
+        overrides: Options that replace values of the config file, such as `--batch_size=64`.
+        run_dir: The run folder; None for the default folder of the config file.
+        max_steps: Step at which the training stops early; None for the config's last step.
         profile_steps: Number of steps to profile; the training then stops.
         sweep: Arguments of `lr_find.Sweep`; if not None, search a learning rate.
         dry_run: If not None, only print the plan; if it is a module's name, also print the result
@@ -217,7 +223,7 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
 def _resume(loop: Loop, activity: str) -> None:
     """Open the run folder, and load its newest checkpoint if there is one.
 
-    If the config is refused, the folder's config does not change. `activity` begins the message
+    If the folder refuses the config, its own config does not change. `activity` begins the message
     about the step at which the run continues. Raises UserError if no steps are left.
     """
 
@@ -258,7 +264,7 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train, write the final status and the report, and return the exit code.
 
-    Meanwhile a thread writes this process's heartbeat.
+    During the training a thread writes this process's heartbeat.
     """
     _resume(loop, "resumed at")
     folder, facts = loop.folder, data.facts(loop.loader.dataset, loop.task.val_dataset)
@@ -309,10 +315,10 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
 
 
 def _start_heartbeat(folder: Path) -> Heartbeat:
-    """Start writing this process's heartbeat file.
+    """Start the thread that writes this process's heartbeat file, and return its object.
 
-    From now on, a rank that waits long for rank 0 reads the files of the other ranks. It raises
-    PeerLost if one of them is gone or rank 0 is silent.
+    From now on, if this process waits long for rank 0, it reads the heartbeat files of the other
+    ranks. It raises PeerLost if one of these ranks is gone or rank 0 is silent.
     """
     rank, world_size = collectives.rank(), collectives.world_size()
 

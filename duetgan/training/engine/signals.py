@@ -64,9 +64,9 @@ class StopSignals(Callback):
         self._received = self._received or signum
 
     def agreed(self) -> int:
-        """Return the number of a signal that any rank has received, or 0 if there is none.
+        """Return the number of a signal that some rank has received; 0 if no rank has one.
 
-        The number is the same on all ranks.
+        All ranks must call this, and get the same number.
         """
         return collectives.all_reduce_max(self._received)
 

@@ -1,4 +1,4 @@
-"""Measurements of the speed of training steps on this machine."""
+"""Measure the speed of training steps on this machine."""
 
 import math
 import time
@@ -28,7 +28,8 @@ ROUNDS = 3  # number of steps of which the median counts
 class Trial:
     """A task that is built only to measure the duration of its steps, on one artificial batch.
 
-    Its random draws have their own seeds, so it does not change any other random state.
+    The batch has `samples` images. The task's random draws have their own seeds, so it does not
+    change any other random state.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Trial:
         self.batch = self.task.as_read(batch, next(iter(self.step_fractions)))
 
     def seconds(self, precision: Fixed, step: int | None = None) -> float:
-        """Take one training step in `precision`, and return its duration in seconds.
+        """Make one update in `precision`, and return its duration in seconds.
 
-        If `step` is None, the step is of the most frequent kind.
+        `step` is the number of the update, which decides what the update computes: for example,
+        only some updates of a GAN include penalties. If it is None, the update is of the kind that
+        is most frequent in a training.
         """
         if self.precision.name != precision:
             self.precision.switch(precision)
@@ -71,18 +74,19 @@ class Trial:
 def faster_precision(
     config: RunConfig, text: str, dataset: Dataset, device: torch.device
 ) -> tuple[RunConfig, str]:
-    """Return the config with the faster one of bf16 and fp32, and the plan's text about it.
+    """Measure if bf16 or fp32 is faster on this CPU; return the config with the faster one.
 
-    `text` is the plan's text so far. Steps are measured only if it says that bf16 was chosen
-    because this CPU has instructions for it. Otherwise, and if memory runs out, config and text are
-    returned unchanged. Rank 0 measures for all ranks.
+    `text` is the plan's row about the precision. Steps are measured only if the row says that bf16
+    was chosen because the CPU has instructions for it. Then the row is replaced and returned too.
+    If nothing is measured, or if memory runs out, config and row are returned unchanged. Rank 0
+    measures for all ranks.
     """
     if device.type != "cpu" or text != f"bf16{NATIVE}":
         return config, text
     smallest = min(config.smallest_batch, config.micro(collectives.world_size()))
 
     def measure() -> dict[Fixed, float]:
-        """Return a dict from precision to the median seconds of a step, measured in turns."""
+        """Return a dict from precision to the median seconds of a step; the two alternate."""
         names: tuple[Fixed, Fixed] = ("fp32", "bf16")
         with collectives.alone():
             trial = Trial(config, smallest, dataset, device)
@@ -111,8 +115,8 @@ def measure_recipe(
 ) -> tuple[Fixed, float]:
     """Return the precision in which a recipe trains on this machine, and the images per second.
 
-    `overrides` are options of train.py. The packed images must exist. Raises UserError for errors
-    of the recipe, and if memory runs out.
+    `overrides` are options of train.py that replace values of the recipe. Its images must exist.
+    Raises UserError for errors of the recipe, and if memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
     torch_device = collectives.choose_device(device)
@@ -136,8 +140,8 @@ def seconds_per_image(config: RunConfig, dataset: Dataset, device: torch.device)
     """Return the training time of one process per image, in seconds.
 
     Steps are measured with two batch sizes; with the larger one a step takes about TARGET_SECONDS.
-    The difference between the two is the time of the additional images. So work that does not
-    depend on the batch size, such as the optimizer's, is counted once per step.
+    The difference between the two durations is the time of the additional images. So work that does
+    not depend on the batch size, such as the optimizer's, is counted once per step.
 
     The result includes a GAN's penalties, averaged over the steps. It does not include reading,
     compilation, evaluations, or the overhead of further micro-batches.
@@ -165,10 +169,10 @@ def seconds_per_image(config: RunConfig, dataset: Dataset, device: torch.device)
 
 
 def _larger_size(smallest: int, largest: int, seconds: float) -> int:
-    """Return the larger batch size to measure, a multiple of `smallest` up to `largest`.
+    """Return the larger one of the two batch sizes that are measured.
 
-    `seconds` is the time of a step of `smallest` samples. If it is above LARGER_LIMIT, `smallest`
-    is returned.
+    It is a multiple of `smallest` and at most `largest`. `seconds` is the duration of a step with
+    `smallest` samples. If it is above LARGER_LIMIT, `smallest` is returned.
     """
     if seconds > LARGER_LIMIT:
         return smallest

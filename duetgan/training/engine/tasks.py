@@ -38,8 +38,8 @@ TASKS = {
 def _with_imports(tree: Tree, overrides: list[str]) -> tuple[Tree, list[str]]:
     """Import the user's modules that the recipe's key `imports` and the options `--import` name.
 
-    Returns: The recipe, with `imports` as a dict from module name to SHA-256, and the options other
-    than `--import`.
+    Returns: The recipe, in which `imports` is now a dict from module name to the file's SHA-256;
+    and the options other than `--import`.
     """
     names = tree.get("imports") or []
     if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
@@ -60,7 +60,8 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
 
     The recipe's key `task` chooses the class of the config. Lengths in epochs, such as `90ep`,
     become updates; for this the images are opened and counted. The modules that the recipe names
-    are imported. So `tree` must be the user's own recipe, never a checkpoint's config.
+    are imported. So `tree` must be the user's own recipe, never a checkpoint's config. `source` is
+    the name of the recipe in messages.
 
     Raises UserError for mistakes in the recipe or the overrides.
     """

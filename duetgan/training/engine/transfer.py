@@ -72,8 +72,8 @@ def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
     Sets `config.init_from`: for a new run, to the donor's file; for a resumed run, to the value
     with which the run was started.
 
-    Returns: The donor's file, step and sha256, which the run's own checkpoints record. None for a
-    resumed run, or if `init_from` is None.
+    Returns: A dict of the donor's file, step and sha256, which the run's own checkpoints record.
+    None for a resumed run, or if `init_from` is None.
 
     Raises UserError if the file is missing or damaged, or if its task or architecture differs from
     the run's.
@@ -114,10 +114,13 @@ def find_donor(config: RunConfig, folder: RunFolder) -> dict[str, Any] | None:
 def transfer(
     file: str, registry: Mapping[str, object], *, resolution: int | str, classes: Sequence[str]
 ) -> tuple[str, Lineage]:
-    """Copy the donor's weights that fit to the networks of `registry`; reset the optimizers.
+    """Copy the donor's weights into the networks of `registry`, where they fit; reset optimizers.
+
+    A tensor fits if the network has one of the same name and shape (`plan`).
 
     Args:
         file: The donor's checkpoint, which `find_donor` has checked.
+        registry: The task's objects by name; those that are networks, averages or optimizers count.
         resolution: The resolution of this run's images.
         classes: The class names of this run's images.
 
@@ -175,11 +178,16 @@ def plan(
     network: str,
     resolutions: tuple[int, int],
 ) -> Fit:
-    """Match a donor's tensors with those of the network named `network`.
+    """Choose which tensors of a donor are to be copied into the network named `network`.
 
-    A layer is copied whole or not at all, since a bias is of no use without its filter.
-    `resolutions` are those of the donor and of the network in px, to match the blocks of
-    discriminators (`by_resolution`).
+    Nothing is copied here. A layer is chosen whole or not at all, since a bias is of no use without
+    its filter.
+
+    Args:
+        donor_state: The donor's state dict of this network.
+        state: The network's own state dict.
+        resolutions: The resolutions of the donor and of the network in px, to match the blocks of
+            discriminators (`by_resolution`).
     """
     donors = {by_resolution(name, network, resolutions[0]): name for name in donor_state}
     sources = {
@@ -207,11 +215,12 @@ def _layer(name: str) -> str:
 
 
 def by_resolution(name: str, network: str, resolution: int) -> str:
-    """Return a tensor's name with px in place of an index that depends on the highest `resolution`.
+    """Return a name for a tensor that does not depend on the network's highest `resolution`.
 
-    The blocks of a discriminator are counted from the highest resolution down: with 64 px,
-    `blocks.1.` becomes `blocks@32.`. The layers from and to RGB get their px too. Other names do
-    not change.
+    `name` is the tensor's name in the state dict of the network named `network`. The blocks of a
+    discriminator are numbered from the highest resolution down, so their number is replaced by
+    their resolution: with 64 px, `blocks.1.` becomes `blocks@32.`. The layers from and to RGB get
+    their resolution too: `to_rgb.` becomes `to_rgbs.64.`. Other names do not change.
     """
     member = FROM_THE_TOP.match(name)
     if network == "discriminator" and member:
@@ -226,8 +235,9 @@ def by_resolution(name: str, network: str, resolution: int) -> str:
 
 
 class NewImages:
-    """The change of a run to other images, on which it continues (`train.py --new-data`).
+    """An adapter that lets a run continue on other images (`train.py --new-data`).
 
+    `adapt` changes the content of the run's checkpoint, which is then loaded as on any resume.
     Networks, averages, optimizers, counters and ADA's strength are kept. The order of the images,
     the best evaluation and early stopping start again, because they depend on the images.
     """
@@ -250,9 +260,9 @@ class NewImages:
                 }
 
     def adapt(self, content: checkpoints.Checkpoint) -> str:
-        """Change a checkpoint's content so that training continues with the new images.
+        """Change a checkpoint's content in place so that training continues with the new images.
 
-        Weights and optimizer moments of classes are matched by class name.
+        Weights and optimizer moments that belong to a class are matched by class name.
 
         Returns a message for the user. Raises UserError if images or classes do not fit the
         networks.

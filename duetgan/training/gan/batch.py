@@ -1,4 +1,4 @@
-"""Containers for the data of a GAN step: slice of the global batch, images, outputs of D."""
+"""Containers for the data of a GAN step: slice of the batch, images, discriminator outputs."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from duetgan.utils.distributed import collectives
 class StepSlice(NamedTuple):
     """A step number, with the slice of the step's global batch that this rank computes.
 
-    The rank computes the slice in micro-batches. Rows are numbered within the global batch, both in
-    `first` and in the slices that `micro_batches` returns.
+    The rank computes the slice in micro-batches. The row numbers in `first` and in the result of
+    `micro_batches` count from the start of the global batch.
     """
 
     step: int
@@ -56,7 +56,7 @@ class Images(NamedTuple):
     w: Tensor | None = None  # the first style of samples [n, w_dim]
 
     def detached(self) -> "Images":
-        """Return the micro-batch without graphs, and without `ws`."""
+        """Return the micro-batch with tensors detached from their graph, and without `ws`."""
         w = None if self.w is None else self.w.detach()
         return Images(self.images.detach(), self.labels, w=w)
 
@@ -74,7 +74,8 @@ class DiscriminatorOutput(NamedTuple):
     def split(self, *names: str) -> list["DiscriminatorOutput"]:
         """Split the output of a pass over several kinds of images into an output for each kind.
 
-        The pass must hold equally many images of each kind, in the order of `names`.
+        `names` are the kinds, such as "real" and "fake". The pass must hold equally many images of
+        each kind, in this order.
         """
         columns = (self.labels, self.hidden, self.features, self.logits)
         parts = zip(*(column.chunk(len(names)) for column in columns), strict=True)

@@ -108,8 +108,8 @@ class Context:
     def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
         """Return this rank's real images, as micro-batches of augmented images in [-1, 1].
 
-        The augmentation is the one of the config's section `augment`, not ADA. `phase` is part of
-        the seed key; a step that reads two batches needs two phases.
+        The augmentation is that of the config's section `augment`, not ADA. `phase` is part of the
+        seed key. A step that reads two batches gives each a different phase.
         """
         config, spec = self.config, self.generator.spec
         micro_batches: list[Images] = []
@@ -146,8 +146,8 @@ class Context:
     ) -> tuple[draws.Latents, list[Tensor]]:
         """Draw the latents and the noise maps for the samples of a global batch.
 
-        `name` is part of the seed key. If real images are given as `partners`, this rank's samples
-        get the labels of these images.
+        `name`, part of the seed key, names the use of the samples, such as "generator". If real
+        images are given as `partners`, this rank's samples get the labels of these images.
         """
         key = (step_slice.step, name, step_slice.batch_size)
         latents = self.draws.latents(
@@ -167,8 +167,8 @@ class Context:
     ) -> Images:
         """Generate the samples `rows` of a global batch from its latents and noise maps.
 
-        If `compiled`, the generator may run compiled; the samples then allow a single backward
-        pass.
+        If `compiled` is True, the generator runs compiled if the config allows it. Only one
+        backward pass through the samples is then possible.
         """
         network = self._compiled_synthesis if compiled else self.synthesis
         labels = latents.labels[rows]
@@ -190,11 +190,11 @@ class Context:
         *names: str,
         compiled: bool = False,
     ) -> DiscriminatorOutput:
-        """Apply adaptive augmentation, then the discriminator to a micro-batch; return D's output.
+        """Return the discriminator's output for a micro-batch, after adaptive augmentation.
 
-        `batch` has the images of each kind in `names`, one kind after another. The images of a kind
-        are the rows `rows` of a global batch. The names are part of the seed keys of the
-        augmentation. Both operations are differentiable.
+        `names` are the kinds of images in `batch`, which holds one kind after another. The images
+        of each kind are the rows `rows` of a global batch. The names are part of the seed keys of
+        the augmentation. Augmentation and discriminator are differentiable.
         """
         network = self._compiled_hidden if compiled else self.discriminator.hidden
         images = batch.images

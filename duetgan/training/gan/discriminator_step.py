@@ -54,9 +54,9 @@ class DiscriminatorStep:
         """Return True if real images and samples go through D in one pass.
 
         A paired objective needs the graphs of both at the same time, and one pass launches half as
-        many operators. There are two passes if a penalty is due on only one kind of images, because
-        the penalty would also differentiate the other kind, or if an output of D depends on all
-        images of the pass. Other objectives always have two.
+        many operators. But two passes are needed if a penalty is due for only one kind of images,
+        because the penalty would also differentiate the other kind, or if an output of D depends on
+        all images of the pass. Other objectives always have two passes.
         """
         due = self.penalty_weights(step_slice.step).keys() & {"r1", "r2"}
         return (
@@ -68,9 +68,9 @@ class DiscriminatorStep:
     ) -> DiscriminatorOutput:
         """Return the output of D, with a graph, for a micro-batch of images.
 
-        `batch` has the images of each kind in `names` ("real", "fake", "between"), one kind after
-        another. If a penalty on them is due, the graph includes the images, and D is not compiled,
-        because compiled graphs have no second derivatives.
+        `names` are the kinds of images in `batch` ("real", "fake", "between"), which holds one kind
+        after another. If a penalty is due for them, the graph includes the images, and D is not
+        compiled, because compiled graphs have no second derivatives.
         """
         due = PENALTIES[names[0]][0] in self.penalty_weights(step_slice.step)
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
@@ -88,8 +88,8 @@ class DiscriminatorStep:
         """Accumulate the gradients of D's losses and penalties on a micro-batch.
 
         A paired objective compares samples with real images, so both share one backward pass.
-        Otherwise there are two: the pass of the samples comes first and frees their graph. If
-        `real_output` is None, it is computed from `real`.
+        With other objectives the samples have their own backward pass, which comes first and frees
+        their graph. If `real_output` is None, it is computed from `real`.
         """
         step_slice.add("logits/fake", fake_output.logits.sum() / step_slice.batch_size)
         if not self.objective.paired:
@@ -123,7 +123,10 @@ class DiscriminatorStep:
         self._backward(step_slice, rows, torch.zeros_like(output.logits).sum(), [output])
 
     def update(self, step_slice: StepSlice) -> None:
-        """Update D from the accumulated gradients, then the strength of ADA; add their metrics."""
+        """Update D from the accumulated gradients, then the strength of ADA.
+
+        Add the metrics of both to `step_slice`.
+        """
         context, metrics = self.context, step_slice.metrics
         with phase("discriminator/optimizer"):
             update = self.updater.step(step_slice.step)
@@ -137,7 +140,7 @@ class DiscriminatorStep:
         metrics.update(update.metrics("discriminator"))
 
     def penalty_weights(self, step: int) -> dict[str, float]:
-        """Return the weights of the penalties that are due in a step, by name of the penalty.
+        """Return a dict from name to weight, with the penalties that are due in a step.
 
         The weights are not yet multiplied by the interval between penalties.
         """

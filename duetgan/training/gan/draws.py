@@ -54,9 +54,9 @@ class GanDraws:
     ) -> Latents:
         """Draw the latents z and the labels of a global batch, and second latents for style mixing.
 
-        Labels are as frequent as in the training data. A sample uses its second z with probability
-        `mixing`; the first layer that uses it is uniform in 1..num_ws-1. `phase` is part of the
-        seed key.
+        Labels are as frequent as in training. A sample uses its second z with probability `mixing`;
+        the first layer that uses it is uniform in 1..num_ws-1. `phase`, part of the seed key, names
+        the use of the samples, such as "generator".
         """
         keyed = self._keyed("latent", step, phase)
         shape = (batch_size, z_dim)
@@ -98,7 +98,8 @@ class GanDraws:
     ) -> list[Tensor]:
         """Draw noise maps from N(0, 1), one tensor [B, *shape] for each shape in `shapes`.
 
-        `shapes` has one shape for each layer of the generator that adds noise.
+        `shapes` has one shape for each layer of the generator that adds noise. `phase` is that of
+        `latents`.
         """
         return [
             torch.randn(

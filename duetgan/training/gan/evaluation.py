@@ -23,7 +23,10 @@ SEARCHED_PER_SAMPLE = 4  # training images per sample that an evaluation searche
 
 
 class GanEvaluation:
-    """The evaluations of a run, which share the extractors and the features of the real images."""
+    """The evaluator of a GAN in training.
+
+    All evaluations share the feature extractors and the features of the real images.
+    """
 
     interval: Sequence[float] | None = None  # 95 % interval of the last Frechet distance
 
@@ -42,7 +45,7 @@ class GanEvaluation:
         )
 
     def metrics(self, generator: ImageGenerator, val_dataset: Dataset | None) -> dict[str, float]:
-        """Return the metrics of the generator's samples by name.
+        """Return a dict from name to metric of the generator's samples.
 
         The metrics are distances between samples and validation images, and the fraction of samples
         that are copies of training images. Without a validation set, the distances are to the
@@ -90,11 +93,12 @@ class GanEvaluation:
     def mean_logits(
         self, generator: ImageGenerator, discriminator: ImageDiscriminator, val_dataset: Dataset
     ) -> dict[str, float]:
-        """Return the mean logits of D for validation images, training images and samples, by name.
+        """Return the mean logits of D for validation images, training images and samples.
 
-        The images are not augmented. If the mean for validation images is near the mean for
-        samples, D has memorised the training images. The result is empty if a data set has fewer
-        images than a group for D's minibatch statistics.
+        The result is a dict with the keys `logits/held_out`, `logits/real` and `logits/fake`. It is
+        empty if a data set has fewer images than a group for D's minibatch statistics. The images
+        are not augmented. If the mean for validation images is near the mean for samples, D has
+        memorised the training images.
         """
         group = self.config.discriminator.group
         count = min(LOGIT_IMAGES, len(val_dataset), len(self.dataset)) // group * group

@@ -64,7 +64,8 @@ class GeneratorStep:
     ) -> Iterator[tuple[slice, Images, Images]]:
         """Yield the rows, the real images, and the samples of each micro-batch.
 
-        The samples have a graph. With a paired objective they get the labels of the real images.
+        The samples have a graph; `compiled` is that of `Context.sample`. With a paired objective
+        the samples get the labels of the real images.
         """
         partners = reals if self.objective.paired else ()
         latents, noise = self.context.latents(step_slice, "generator", partners)
@@ -85,9 +86,9 @@ class GeneratorStep:
         *,
         compiled: bool = True,
     ) -> dict[str, Tensor]:
-        """Return a dict from loss name to weighted loss of a micro-batch of samples, 0-d.
+        """Return a dict from the name of a loss to its weighted value for a micro-batch, 0-d.
 
-        The losses are divided by the global batch size.
+        Each value is a sum over samples, divided by the global batch size.
         """
         discriminate = self.context.discriminate
         output = discriminate(fake, step_slice, rows, "generator", compiled=compiled)
@@ -101,8 +102,7 @@ class GeneratorStep:
     def overlap(self, step_slice: StepSlice, rows: slice) -> None:
         """Prepare for the backward pass of the losses of the micro-batch `rows`.
 
-        If this backward pass of G is the last one of the step, it overlaps with the exchange of
-        gradients.
+        If it is G's last backward pass of the step, the exchange of gradients will overlap with it.
         """
         has_path_length = self.loss.path_length_due(step_slice.step)
         self.updater.overlap(last=step_slice.is_last(rows) and not has_path_length)

@@ -115,9 +115,9 @@ class Stages:
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
     def describe(self) -> list[str]:
-        """Return the lines of the printed plan, one for each stage; an empty list without growth.
+        """Return lines for the printed plan, one for each stage; an empty list without growth.
 
-        The last line is a warning if the run ends before it reaches full resolution with alpha 1.
+        If the run ends before it reaches full resolution with alpha 1, a warning is added.
         """
         if not self.growing:
             return []
@@ -185,7 +185,7 @@ def _check_named(name: str, names: Iterable[int], sides: list[int]) -> None:
 
 
 class Growth:
-    """The progressive growing of a run's networks, which changes them from stage to stage."""
+    """The growing networks of a run, and the methods that move them from stage to stage."""
 
     def __init__(
         self,

@@ -105,10 +105,10 @@ class GanTask(Task):
 
     @staticmethod
     def outline(config: GanConfig, shape: Shape) -> Outline:
-        """Return each network of the config, with the least number of its copies in memory.
+        """Return both networks, each with a lower bound of the number of its copies in memory.
 
-        A copy has the size of the weights. Training has the weights, their gradients, Adam's
-        moments and, for G, the moving average.
+        See `Task.outline`. Copies are the weights, their gradients, the optimizer's moments and,
+        for the generator, the moving average.
         """
         networks = architecture_of(config.architecture)
         generator = networks.network("generator", config.generator, **shape)
@@ -230,7 +230,7 @@ class GanTask(Task):
     def _discriminator_samples(
         self, step_slice: StepSlice, reals: Sequence[Images]
     ) -> list[Images]:
-        """Return this rank's samples for the update of D, without graphs.
+        """Return this rank's samples for the update of the discriminator, without graphs.
 
         They have the labels of `reals`, the real images of the same update.
         """
@@ -241,10 +241,11 @@ class GanTask(Task):
             ]
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """Return a dict from the number of a typical step to the fraction of steps like it.
+        """Return a dict from step number to fraction, with one step for each kind of step.
 
-        It has one step for each combination of penalties that are due together, the most frequent
-        combination first. The numbers are `first` or higher.
+        Steps are of one kind if the same penalties are due in them. The fraction is that of all
+        steps that are of this kind, and the most frequent kind comes first. The numbers are
+        `first` or higher.
         """
         loss, steps = self.config.loss, range(first, first + 240)
         kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
@@ -279,10 +280,10 @@ class GanTask(Task):
 def build_networks(
     config: GanConfig, dataset: Dataset, device: torch.device
 ) -> tuple[ImageGenerator, ImageDiscriminator]:
-    """Build the generator and the discriminator.
+    """Build the generator and the discriminator of the config for the images of `dataset`.
 
-    The initial weights of each network have their own seed key. Raises UserError if the auxiliary
-    loss is on and there are fewer than two classes.
+    The initial weights of each network are drawn with a different seed key. Raises UserError if the
+    auxiliary loss is on and there are fewer than two classes.
     """
     shape = config.shape(dataset)
     networks = architecture_of(config.architecture)

@@ -20,7 +20,10 @@ from duetgan.utils.distributed import collectives
 
 
 class Judged(NamedTuple):
-    """A micro-batch of samples, with the discriminator's outputs for samples and real images."""
+    """The arguments of a generator loss: a micro-batch of samples and the discriminator's outputs.
+
+    `output` is the output for the samples, and `real_output` that for real images.
+    """
 
     step_slice: StepSlice
     fake: Images
@@ -66,7 +69,7 @@ def classifier_term(context: Context, teacher: Teacher, judged: Judged) -> Tenso
 def feature_matching_term(context: Context, judged: Judged) -> Tensor:
     """Return the weighted squared distance between D's mean features of samples and real images.
 
-    The distance is 0-d. The means are taken in groups of `feature_matching_group` images.
+    The result is 0-d. The means are taken in groups of `feature_matching_group` images.
     """
     assert judged.real_output is not None
     loss = context.config.loss
@@ -80,9 +83,9 @@ def feature_matching_term(context: Context, judged: Judged) -> Tensor:
 def label_losses(
     context: Context, step_slice: StepSlice, rows: slice, output: DiscriminatorOutput
 ) -> Tensor | float:
-    """Return the sum of D's weighted losses of labels on a micro-batch, 0-d; 0 if there are none.
+    """Return the sum of D's label losses on a micro-batch, weighted, 0-d; 0 if there are none.
 
-    These losses are `auxiliary_loss` and `mismatch_loss`. The kind of images, `output.name`,
+    The label losses are `auxiliary_loss` and `mismatch_loss`. The kind of images, `output.name`,
     decides which of them apply.
     """
     loss = context.config.loss
@@ -96,9 +99,9 @@ def label_losses(
 
 
 def auxiliary_loss(context: Context, output: DiscriminatorOutput, step_slice: StepSlice) -> Tensor:
-    """Return the weighted loss of D's classification head (AC-GAN, 1610.09585), 0-d.
+    """Return the weighted loss of D's classification head on a micro-batch, 0-d.
 
-    It is divided by the global batch size.
+    It is a sum over images, divided by the global batch size. Source: AC-GAN, 1610.09585.
     """
     class_logits = context.discriminator.auxiliary(output.hidden)
     loss = label_loss(class_logits, output.labels, context.label_sets) / step_slice.batch_size
@@ -157,8 +160,8 @@ class PathLength(torch.nn.Module):
 
         First the moving mean is updated from all path lengths of this half. If a rank has more than
         one micro-batch, it computes the lengths twice: without a graph for the mean, then with a
-        graph for the penalty. Penalties are multiplied by their interval. If `is_trial`, the mean
-        is reset to its previous value after the update.
+        graph for the penalty. Penalties are multiplied by their interval, `path_length_interval`.
+        If `is_trial` is True, the moving mean does not change.
         """
         half = step_slice.half()
         latents, maps = context.latents(half, "path")

@@ -41,8 +41,8 @@ class EMA(Generic[Network]):
             beta: Weight of the previous average.
             skipped: 0-d flag; 1.0 if the optimizer's step was masked. The averages then do not
                 change.
-            average: Averaged parameters from the optimizer. If given, they are copied, and `beta`
-                is not used for parameters.
+            average: The averages of all parameters that a schedule-free optimizer has computed.
+                They are copied, and `beta` is used only for buffers. None for other optimizers.
         """
         reference = next(self.model.parameters())
         if skipped is None:  # Filled on the device, since the host would have to wait for a copy.

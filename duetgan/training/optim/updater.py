@@ -79,9 +79,10 @@ class Update(NamedTuple):
     applied: Tensor  # bool: False if the update was masked
 
     def metrics(self, name: str) -> dict[str, Tensor]:
-        """Return the metrics of this update; the sum of a metric over the ranks is its value.
+        """Return this update's metrics, a dict from `METRIC/name` to a 0-d tensor.
 
-        The names of the metrics end in `name`, which names the network.
+        `name` is the name of the network. The value of a metric is the sum of its tensor over the
+        ranks.
         """
         world = collectives.world_size()
         values = self[:3] if world == 1 else torch.stack(self[:3]) / world
@@ -142,8 +143,8 @@ class Updater:
     def overlap(self, *, last: bool) -> None:
         """Prepare for a backward pass.
 
-        The `last` backward pass of a step overlaps with the exchange of gradients between the
-        ranks.
+        `last` is True for the last backward pass of a step, in which the exchange of gradients
+        between the ranks begins.
         """
         if last:
             self.exchange.overlap()
@@ -198,7 +199,10 @@ class Updater:
                     group["betas"] = (momentum, group["betas"][1])
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the averaged weights of a schedule-free optimizer; None for other optimizers."""
+        """Return the schedule-free optimizer's averages of `parameters`.
+
+        Return None for other optimizers.
+        """
         if isinstance(self.optimizer, optimizers.ScheduleFree):
             return self.optimizer.average(parameters)
         return None

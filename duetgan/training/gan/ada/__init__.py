@@ -103,7 +103,8 @@ class Ada:
         """Draw the random numbers for the augmentation of a global batch, on the device.
 
         The numbers of a group of operations depend only on (seed, "augment", step, phase, group)
-        and the batch size. The noise also depends on `size`, the height and width in px.
+        and the batch size. The noise also depends on `size`, the height and width in px. `phase`
+        names the use of the images, such as "fake".
         """
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
@@ -126,10 +127,10 @@ class Ada:
     def augmented(
         self, images: Tensor, step: int, phase: str, batch_size: int, rows: slice
     ) -> Tensor:
-        """Augment `images`, the rows `rows` of a global batch; return them unchanged if ADA is off.
+        """Return `images` after augmentation, or unchanged if ADA is off.
 
-        The random numbers are drawn for the whole global batch of `batch_size` images. `phase` is
-        part of their seed key.
+        They are the rows `rows` of a global batch of `batch_size` images. The random numbers are
+        drawn for the whole global batch. `phase`, such as "fake", is part of their seed key.
         """
         if not self.active:
             return images
@@ -145,7 +146,7 @@ class Ada:
         Args:
             images: [n, C, H, W] in [-1, 1], both sides at least 4 px.
             draws: Random numbers for the global batch, from `draw`.
-            rows: Rows of the global batch that these images are.
+            rows: The rows of the global batch at which these images are.
 
         Returns:
             Images of the same shape and dtype; colours may be out of [-1, 1].

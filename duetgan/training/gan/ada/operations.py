@@ -45,7 +45,7 @@ class GroupDraws(NamedTuple):
     pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), for the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
-        """Return the draws for the images `rows`; all except `chance` are converted to `dtype`."""
+        """Return the draws for the images at `rows`; all but `chance` are converted to `dtype`."""
         pixels = None if self.pixels is None else self.pixels[rows].to(dtype)
         return GroupDraws(
             self.chance[rows], self.uniform[rows].to(dtype), self.normal[rows].to(dtype), pixels
@@ -71,8 +71,8 @@ DRAWS = {
 def blit_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> Tensor:
     """Return the inverse, [n, 3, 3], of the transformation of each image by the group "blit".
 
-    `size` is the height and width of the images. The operations are left-right flip, turn by a
-    multiple of 90 degrees and shift by whole pixels, in this order. As in the paper, half of the
+    `size` is the height and width of the images in px. The operations are left-right flip, turn by
+    a multiple of 90 degrees and shift by whole pixels, in this order. As in the paper, half of the
     applied flips and a quarter of the applied turns change nothing. All entries are exact.
     """
     flips, turns, shifts = (draws.chance < p).unbind(1)
@@ -93,7 +93,8 @@ def geometry_inverse(draws: GroupDraws, p: Tensor, size: Sequence[int]) -> tuple
 
     Also returns a bool tensor [n], True for images to which at least one operation applies. The
     operations are isotropic scale, turn, anisotropic scale, turn and shift, in this order. Each
-    turn has the probability 1 - sqrt(1 - p); so the probability of at least one turn is p.
+    turn has the probability 1 - sqrt(1 - p), so that at least one turn has the probability p.
+    `size` is the height and width of the images in px.
     """
     turned = 1 - (1 - p).sqrt()
     happens = draws.chance < torch.stack([p, turned, p, turned, p])
@@ -120,7 +121,7 @@ def move(
     # [n, 3, 3] inverse of the transformation that follows blit's, and bool [n]
     geometry: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Apply the groups "blit" and "geometry" to images at once.
+    """Return images after the groups "blit" and "geometry", which are applied in one resampling.
 
     Images that "geometry" changes are warped. The pixels of the other images are copied.
     """

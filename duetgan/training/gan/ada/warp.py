@@ -48,7 +48,8 @@ def reflect(index: Tensor, size: int) -> Tensor:
 def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
     """Transform images [n, C, H, W] with nearest-neighbour interpolation.
 
-    The result is exact for flips, turns by 90 degrees and shifts by whole pixels.
+    `inverse` [n, 3, 3] maps positions in the result to positions in the image. The result is exact
+    for flips, turns by 90 degrees and shifts by whole pixels.
     """
     n, channels, height, width = images.shape
     middle_x, middle_y = (width - 1) / 2, (height - 1) / 2
@@ -64,8 +65,9 @@ def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
 def warp(images: Tensor, inverse: Tensor) -> Tensor:
     """Transform images [n, C, H, W] by 2x oversampling, bilinear sampling and 2x decimation.
 
-    Both sides must be at least 4 px. The result is exact up to rounding for the identity, flips,
-    turns by 90 degrees and shifts by whole pixels.
+    `inverse` [n, 3, 3] maps positions in the result to positions in the image. Both sides must be
+    at least 4 px. The result is exact up to rounding for the identity, flips, turns by 90 degrees
+    and shifts by whole pixels.
     """
     height, width = images.shape[2:]
 
@@ -96,8 +98,8 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
 def _follow(inverse: Tensor, across: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """Return the positions x and y in the image, each [n, h, w], for the pixels of the result.
 
-    The columns of the result have the x positions `across` [w], its rows the y positions `down`
-    [h].
+    `inverse` [n, 3, 3] maps positions in the result to positions in the image. `across` [w] holds
+    the x positions of the result's columns, and `down` [h] the y positions of its rows.
     """
     across, down = across[None, None, :], down[None, :, None]
 
@@ -112,10 +114,10 @@ class Sample(torch.autograd.Function):
     """Bilinear sampling with reflected coordinates, and its transpose, both differentiable twice.
 
     `grid` has the format of `F.grid_sample`. If `shape` is given, the transpose is computed, and
-    the result has this shape: each value is added to the pixels from which it would be
-    interpolated.
+    the result has this shape: each value is added to the pixels from which sampling would
+    interpolate it.
 
-    torch's own function cannot be differentiated twice. Here this works, because sampling is linear
+    torch's own function cannot be differentiated twice. This one can, because sampling is linear
     in the images: its gradient is the transpose, and the gradient of the transpose is sampling. The
     grid has no gradient.
     """

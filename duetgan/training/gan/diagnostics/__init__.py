@@ -331,8 +331,8 @@ def _shows(fails: bool, *, is_gone: bool) -> bool | None:
 
 
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
-    """Return True if `value` is above the first limit, False if it is below the second, else None.
+    """Return True if `value` is above the first limit, False if it is below the second.
 
-    NaN gives None.
+    Return None between the limits, and for NaN.
     """
     return _shows(value > limits[0], is_gone=value < limits[1])

@@ -21,8 +21,8 @@ Gradients = dict[str, Tensor]  # loss -> its gradient with respect to all parame
 def separate_gradients(losses: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> Gradients:
     """Return a dict from loss name to the loss's gradient, a flat tensor for all `parameters`.
 
-    The losses share one graph. `retain_graph` keeps its activations until the backward pass of the
-    last loss, which frees them. The gradient is zero for parameters that a loss does not depend on.
+    The losses must share one graph, whose activations are freed after the last loss. The gradient
+    is zero for parameters on which a loss does not depend.
     """
     last = list(losses)[-1]
     gradients: Gradients = {}
