@@ -51,7 +51,7 @@ class RawBlocks:
         self._view: tuple[int, int, np.ndarray] = (0, 0, np.empty(0, item))
 
     def add(self, block: int, pixels: np.ndarray) -> None:
-        """Add a verified block; `pixels` is a view into the file, uint8 [bytes]."""
+        """Add the address of a verified block; `pixels` is a view of the block, uint8 [bytes]."""
         low, high, _ = self._view
         address = pixels.ctypes.data
         first, end = min(low or address, address), max(high, address + pixels.nbytes)
@@ -201,7 +201,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
 
 
 def used_bytes(environment: lmdb.Environment) -> int:
-    """Return the size of a file up to its last page in use."""
+    """Return the number of bytes in a file up to the end of its last page in use."""
     return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
 
 

@@ -1,4 +1,4 @@
-"""The data set of training and evaluation: images of packed files at one resolution."""
+"""Read the images of packed files at one resolution, for training and evaluation."""
 
 import hashlib
 import os
@@ -133,7 +133,7 @@ class Dataset(AbstractContextManager["Dataset"]):
     def relabel(self, classes: Sequence[str]) -> None:
         """Change the labels to indices into `classes`, which must include all classes of the files.
 
-        Raises DamageError.
+        Raises UserError if images may have several classes, and DamageError.
         """
         self._new_labels = np.array([classes.index(name) for name in self.classes])
         self._labels = None
@@ -148,9 +148,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
-        """Return an image in its stored form, [H, W, C], and its label.
+        """Return an image [H, W, C], decoded but not scaled, and its label.
 
-        Raises IndexError and DamageError.
+        Raises IndexError for a number without a record, and DamageError for a damaged record.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")

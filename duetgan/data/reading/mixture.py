@@ -60,9 +60,9 @@ class MixedSampler(GlobalSampler):
     """A sampler of global batches with a fixed fraction of synthetic images.
 
     The indices of synthetic images follow those of the real ones. Real and synthetic images each
-    have an endless order; that of the real images is GlobalSampler's. Of the first n samples of the
-    run, floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them, rounded
-    down or up.
+    have an endless order; GlobalSampler describes that of the real images. Of the first n samples
+    of the run, floor(fraction * n) are synthetic, so a batch has fraction * batch_size of them,
+    rounded down or up.
 
     The positions of synthetic images in the global batch are drawn from the key (seed, "synthetic",
     "places", samples before the batch). Mixup pairs and the ranks' slices are thus random mixtures.

@@ -72,8 +72,8 @@ class GlobalSampler:
     position, the number of samples before it, so a run can be resumed on any number of ranks.
 
     Raises:
-        UserError: if the number of ranks does not divide the batch size, or if the weights are not
-            `count` finite numbers of at least 0, or all 0.
+        UserError: if `count` is 0, if the number of ranks does not divide the batch size, or if
+            `weights` are not `count` finite numbers of at least 0 with a sum above 0.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Progressive growing: batches whose resolution and size change with the training step."""
+"""Load batches for progressive growing: their resolution and size change with the step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,8 +53,8 @@ class StagedLoader(InfiniteLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. The stages may have changed since it was saved.
 
-        Raises UserError for the state of a run without stages, or of a run whose steps took more
-        batches.
+        Raises UserError for the state of a run without stages, or of a run whose steps had more
+        batches than this loader's.
         """
         refuse(
             (

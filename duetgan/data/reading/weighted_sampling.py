@@ -84,7 +84,7 @@ def weighted_epochs(
 ) -> WeightedEpochs | None:
     """Return the weighted epochs of `count` samples, or None if all weights are equal or not given.
 
-    Raises UserError for weights that do not fit `count` samples.
+    Raises UserError unless there are `count` weights, finite, not negative and not all 0.
     """
     if weights is None:
         return None
