@@ -213,7 +213,10 @@ class EarlyStoppingConfig(Config):
 
 
 def improvement(value: float, previous: float | None, is_lower_better: bool) -> float:
-    """Return the amount by which `value` is better than `previous`; infinity if that is None."""
+    """Return the amount by which `value` is better than `previous`.
+
+    Return infinity if there is no previous value.
+    """
     if previous is None:
         return math.inf
     return previous - value if is_lower_better else value - previous

@@ -109,9 +109,9 @@ class Task(ABC):
         """Return a dict from step number to fraction, with one step for each kind of step.
 
         Steps are of one kind if they take about the same time, for example because the same
-        penalties are due in them. The fraction is that of all steps that are of this kind, and the
-        most frequent kind comes first. These steps are measured to predict the duration of a
-        training. Their numbers are `first` or later, except for kinds that only occur earlier.
+        penalties are due in them. Each value is the fraction of steps that are of this kind. The
+        most frequent kind comes first. The steps are timed to predict the duration of a training.
+        Their numbers are `first` or later, except for kinds that only occur earlier.
         """
         return {first: 1.0}
 

@@ -123,7 +123,7 @@ class MicroBatch(NamedTuple):
 
 
 class Inputs:
-    """The way from a process's samples to the network's inputs: augment, mix, divide.
+    """An object that augments, mixes and splits the samples of this process for the network.
 
     These samples are the rows of the global batch that begin at `first_row`.
     """

@@ -125,10 +125,11 @@ class Replica:
             return self._forward(x, begin)
 
     def _castable(self) -> list[list[tuple[nn.Module, str]]]:
-        """Return the parameters that `_together` casts, by stage, as pairs (layer, parameter name).
+        """Return the parameters that `_together` casts, in one list for each stage.
 
-        The parameters of each stage are cast together, because DDP can send the gradients of such a
-        group when the stage's backward pass ends.
+        A parameter is given as a pair (layer, name of the parameter in the layer). The parameters
+        of a stage are cast together, because DDP can send the gradients of such a group when the
+        stage's backward pass ends.
         """
         layers: dict[object, list[tuple[nn.Module, str]]] = {}
         for prefix, module in self.model.named_modules():

@@ -83,7 +83,7 @@ class Resizing:
     def typical_steps(self) -> dict[int, float]:
         """Return a dict from step number to fraction, with one entry for each image size.
 
-        The step is the last one at this size, and the fraction is that of all steps at this size.
+        Each key is the last step at this size, and each value the fraction of steps at this size.
         The largest fraction comes first.
         """
         ends = [*(first for first, _ in self.spans), self.steps]

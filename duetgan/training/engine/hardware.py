@@ -4,7 +4,7 @@ Four sources are asked in this order. The first that has a value decides:
 
 1. The config: `precision` and `threads`, if they are not auto.
 2. The run folder: a resumed run keeps the values of its first start.
-3. The environment: DUET_PRECISION is a precision, OMP_NUM_THREADS a number of threads.
+3. The environment variables DUET_PRECISION (a precision) and OMP_NUM_THREADS.
 4. The device (utils/machine.py): `native_precision` returns the fastest precision for which the
    device has instructions. `fitting` returns one thread for each core that other programs leave
    free.

@@ -21,8 +21,8 @@ QUIET = 64  # steps without a skipped update after which training counts as heal
 class SkippedUpdates(Callback):
     """A callback that counts skipped updates, which are those with non-finite gradients.
 
-    It raises BrokenWeights after more than `cap` of them. Towards `cap`, updates do not count if
-    fp16's loss scale may have caused the overflow.
+    It raises BrokenWeights if there are more than `cap`, without those whose gradients may have
+    overflowed because of fp16's loss scale.
     """
 
     def __init__(self, cap: int) -> None:
@@ -40,7 +40,7 @@ class SkippedUpdates(Callback):
         self.span = list(state.get("failing", []))
 
     def before_save(self, loop: Loop) -> None:
-        """Set `healthy` of the checkpoint manager, the last step with surely healthy weights.
+        """Set the checkpoint manager's `healthy`, the last step with surely unbroken weights.
 
         It is None if no update was skipped in the last QUIET steps. Otherwise it is two steps
         before the first skipped update of the present series, because the update between them may

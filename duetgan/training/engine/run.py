@@ -131,7 +131,10 @@ def train(
 
 
 def _start_process(config: RunConfig, requested: str | None) -> torch.device:
-    """Configure this process, join the process group, and return the device of this process."""
+    """Configure this process, join the process group, and return the device of this process.
+
+    `requested` is the name of a device, such as "cuda"; None for the default device.
+    """
     device = collectives.choose_device(requested, several=config.several_devices)
     if device.type == "cpu":
         tune_malloc()

@@ -76,17 +76,17 @@ def faster_precision(
 ) -> tuple[RunConfig, str]:
     """Measure if bf16 or fp32 is faster on this CPU; return the config with the faster one.
 
-    `text` is the plan's row about the precision. Steps are measured only if the row says that bf16
-    was chosen because the CPU has instructions for it. Then the row is replaced and returned too.
-    If nothing is measured, or if memory runs out, config and row are returned unchanged. Rank 0
-    measures for all ranks.
+    `text` is the row about the precision in the printed plan. It is returned with the result of the
+    measurement. Steps are measured only if `text` says that bf16 was chosen because the CPU has
+    instructions for it. If nothing is measured, or if memory runs out, `config` and `text` are
+    returned unchanged. Rank 0 measures for all ranks.
     """
     if device.type != "cpu" or text != f"bf16{NATIVE}":
         return config, text
     smallest = min(config.smallest_batch, config.micro(collectives.world_size()))
 
     def measure() -> dict[Fixed, float]:
-        """Return a dict from precision to the median seconds of a step; the two alternate."""
+        """Return a dict from precision to the median seconds of a step, measured alternately."""
         names: tuple[Fixed, Fixed] = ("fp32", "bf16")
         with collectives.alone():
             trial = Trial(config, smallest, dataset, device)

@@ -34,7 +34,7 @@ class StepSlice(NamedTuple):
     def half(self) -> "StepSlice":
         """Return this rank's slice of a global batch of half the size, for the same step.
 
-        Micro-batches keep their size, unless this rank has fewer samples than that.
+        Micro-batches keep their size, or shrink to this rank's samples if these are fewer.
         """
         size = self.size // 2
         first = collectives.rank() * size

@@ -35,7 +35,7 @@ class DiscriminatorStep:
     def run(self, step_slice: StepSlice, reals: Sequence[Images], fakes: Sequence[Images]) -> None:
         """Update D and the strength of ADA from micro-batches of real images and of samples.
 
-        The samples are detached.
+        `fakes` are the samples, detached from the graph of the generator.
         """
         in_one_pass = self._in_one_pass(step_slice)
         for rows, real, fake in zip(step_slice.micro_batches(), reals, fakes, strict=True):
@@ -179,12 +179,13 @@ class DiscriminatorStep:
         """Accumulate the gradients of a loss in the parameters of D.
 
         The loss is the sum of three terms: `adversarial` divided by the global batch size, the
-        losses of labels of `outputs`, and the penalties of `outputs` that are due. `adversarial` is
-        0-d, a sum over samples, and was computed from `outputs`.
+        label losses of `outputs` (`terms.label_losses`), and the penalties of `outputs` that are
+        due. `adversarial` is 0-d, a sum over samples, and was computed from `outputs`.
 
         R1, R2 and the gradient penalty are multiplied by their common interval, `loss.r1_interval`,
-        to make up for the steps without penalties. Their metrics are not. Adam's lr and betas need
-        no correction, because loss and penalties share one update.
+        to make up for the steps without penalties. The logged metrics of the penalties are not
+        multiplied. Adam's lr and betas need no correction, because loss and penalties share one
+        update.
         """
         loss = adversarial / step_slice.batch_size
         step_slice.add("loss/discriminator", loss)

@@ -243,8 +243,8 @@ class GanTask(Task):
     def typical_steps(self, first: int) -> dict[int, float]:
         """Return a dict from step number to fraction, with one step for each kind of step.
 
-        Steps are of one kind if the same penalties are due in them. The fraction is that of all
-        steps that are of this kind, and the most frequent kind comes first. The numbers are
+        Steps are of one kind if the same penalties are due in them. Each value is the fraction of
+        steps that are of this kind. The most frequent kind comes first. The step numbers are
         `first` or higher.
         """
         loss, steps = self.config.loss, range(first, first + 240)

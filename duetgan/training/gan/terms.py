@@ -119,7 +119,7 @@ def mismatch_loss(
 ) -> Tensor | float:
     """Return D's weighted loss for real images with wrong labels, treated as samples, 0-d.
 
-    Source: 1605.05396. Returns 0 for networks with fewer than two labels.
+    Source: 1605.05396. Returns 0 for an unconditional D, and if there are fewer than two labels.
     """
     num_labels = len(context.draws.class_weights)
     if not context.discriminator.classes or num_labels < 2:
