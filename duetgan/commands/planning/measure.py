@@ -212,11 +212,12 @@ def weights_at_hand(requested: str | None) -> Weights | None:
     """Return the ImageNet weights from which the classifier is fine-tuned, or None.
 
     The first choice is the file `requested`. The second is the file of ResNet-50's weights for the
-    Frechet distance (`find_weights`). The third is torchvision's weights of DEFAULT_NETWORK, which
-    are downloaded if necessary. If the download fails, the reason is printed.
+    Frechet distance (`find_weights`). The third is a file in torch's cache with published weights
+    of DEFAULT_NETWORK. If there is none, DEFAULT_WEIGHTS are downloaded. If the download fails,
+    print the reason and return None.
 
-    Raises UserError if the file `requested` is missing, or if the weights are of an unknown
-    network.
+    Raises UserError if the file `requested`, or that of $DUET_WEIGHTS, is missing, and for weights
+    of an unknown network.
     """
     from torchvision.models import get_model_weights
 
