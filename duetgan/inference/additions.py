@@ -20,7 +20,7 @@ Answer = dict[str, Any]  # a prediction, or an addition to it, as a JSON object
 
 @dataclass(frozen=True)
 class Addition:
-    """A kind of entry in predictions, such as a heat map: its options, computation and text."""
+    """An entry that an extra can add to predictions: its options, computation and text."""
 
     add_options: Callable[[Callable[..., object]], None]  # takes a parser's `add_argument`
     # (options, images, class names, classifier) -> None if the options do not request the addition,

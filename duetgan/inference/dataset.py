@@ -38,7 +38,7 @@ def write_dataset(
     by at most one, and a smaller file has the first samples of a larger one. The class names and
     the label numbers are those of the checkpoint, which includes classes that were not chosen. The
     file is written completely or not at all. The memory needed does not depend on the number of
-    samples.
+    samples. `encoding` is the format of the images in the file: "raw", "png" or "jpeg".
 
     Raises:
         UserError: A source is saved latents, there is less than one sample per class, or `out`
@@ -127,9 +127,9 @@ def write_labelled(
 ) -> Meta:
     """Pack images of one or several packed files with new labels; return the new file's metadata.
 
-    The metadata of a file of samples have a `passport`, which describes the origin of the samples.
-    The new file gets the first passport in `parts`. Raises UserError if the images of the files
-    differ in size or pixel format.
+    `classes` are the names of the new labels. The metadata of a file of samples have a `passport`,
+    which describes the origin of the samples. The new file gets the first passport in `parts`.
+    Raises UserError if the images of the files differ in size or pixel format.
     """
     first = parts[0][0]
     passport = None

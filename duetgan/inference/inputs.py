@@ -45,9 +45,10 @@ class Transform:
 
     The result has the shape of `spec`. An image is a file name, a PIL image, an array [H, W] or [H,
     W, C], or a tensor [H, W] or [C, H, W]. Arrays and tensors hold uint8, or floats in [0, 1]. If
-    `spec` is not 8-bit grey or RGB, they hold values in the range of `spec` instead. Images are
-    resized as the network's training images were. Transforms can be pickled for the workers of a
-    DataLoader. Raises UserError for an image that cannot be read, and for floats outside [0, 1].
+    `spec` is not 8-bit grey or RGB, they instead hold values that `data.images.values.bring`
+    converts to `spec`. Images are resized as the network's training images were. Transforms can be
+    pickled for the workers of a DataLoader. Raises UserError for an image that cannot be read or
+    converted.
     """
 
     spec: ImageSpec  # format of the result

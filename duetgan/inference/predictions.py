@@ -141,7 +141,8 @@ def save_maps(
 ) -> None:
     """Write a PNG file for each of `images` [n, C, H, W]: the image next to its Grad-CAM map.
 
-    `files` are the paths of the PNG files. `probabilities` [n, K] are the predictions.
+    `files` are the paths of the PNG files. `probabilities` [n, K] are the predictions, and
+    `classes` the class names. The heat is that of the class `maps.label` at the layer `maps.layer`.
     """
     predicted = probabilities.argmax(1)
     labels = predicted if maps.label is None else torch.full_like(predicted, maps.label)
@@ -340,6 +341,8 @@ def requested_files(
         options: The options of predict.py.
         kind: KIND, such as "gradcam".
         extra: Attribute of `options` of another option that is valid only with `--KIND`.
+        inputs: The images.
+        classes: Names of the classes.
 
     Raises:
         UserError: The class is unknown, DIR is not writable, or `--KIND-class` or the option

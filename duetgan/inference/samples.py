@@ -506,7 +506,7 @@ def load_sources(
     *,
     times: int = 1,
 ) -> list[int | Latents]:
-    """Convert the sources of samples to seeds and latents; read the latents of file names.
+    """Convert the sources of samples to seeds and latents; read sources that are file names.
 
     Each seed is repeated `times` times, once for each chosen class. Latents, which have a class
     already, are not repeated. If `times` is above 1, they are moved to the end, where they do not

@@ -145,7 +145,7 @@ def evaluate_classifier(
 
     The ranks share the images, and all ranks return the same metrics. If `details` is False, only
     the metrics that are logged during training are computed. In that case, a classifier that
-    predicts several labels first gets the thresholds that are best on these images.
+    predicts several labels first gets new thresholds, those of `best_thresholds` for these images.
 
     Raises:
         UserError: If labels and classifier do not fit (`check_classes`), there is no image, or an

@@ -288,6 +288,7 @@ def _fitting_labels(generator: ImageGenerator, dataset: Dataset, role: str) -> n
     """Return the labels of a dataset's images, all 0 for an unconditional generator.
 
     Raises UserError if the images' size, channels or number of classes differ from the generator's.
+    `role`, "test" or "train", names the images in messages.
     """
     dataset.read(np.zeros(1, dtype=np.int64))  # raises UserError if the images differ in size
     spec, expected = dataset.spec, generator.spec

@@ -38,10 +38,10 @@ def save_samples(
 ) -> list[str]:
     """Generate an evaluation's samples again, save pictures of them, and return the file names.
 
-    samples.png has a row of samples for each class. real.png has the same rows with test images. If
-    there is a judge, recognised_best.png and recognised_worst.png show the samples whose requested
-    class has the highest and the lowest probability. If images have several labels, each row is for
-    a label set, and only the most frequent sets have rows.
+    samples.png has a row of samples for each class, at most MAX_ROWS rows. real.png has the same
+    rows with test images. If there is a judge, recognised_best.png and recognised_worst.png show
+    the samples whose requested class has the highest and the lowest probability. If images have
+    several labels, each row is for a label set, and only the most frequent sets have rows.
     """
     spec = dataset.spec
     names = dataset.meta.label_names if generator.classes else []

@@ -184,7 +184,8 @@ def load_judge(
 
     Raises:
         UserError: If the classifier helped to train the generator, was trained on samples or on the
-            test images, or has other classes or another kind of images than the generator.
+            test images, has other classes than the generator, or takes images with another pixel
+            format or number of labels (one or several) than the test images.
     """
     file = resolve(run)
     judge = read(file)

@@ -56,9 +56,9 @@ def copy_by_name(
 ) -> Tensor:
     """Return a copy of `target` with slices of `source` for the classes that both networks have.
 
-    Each network divides the tensor by (number of its classes)^exponent, see `ClassPart`. If the
-    numbers differ, the slices are multiplied by (number of `names` / number of `source_names`)
-    ^exponent, so that their values after the division stay the same.
+    Each network divides the tensor by (number of its classes)^exponent, see `ClassPart`. The slices
+    are multiplied by (len(names) / len(source_names))^exponent, so that their values after this
+    division stay the same.
 
     If the shapes of the tensors differ in anything but the number of classes, slices cannot be
     copied. `source` is then returned unchanged, and the caller handles it like any other tensor
@@ -87,8 +87,9 @@ def copy_by_name(
 def describe_match(names: Sequence[str], source_names: Sequence[str]) -> str:
     """Return a message about the classes that are copied by name.
 
-    The message lists the copied, the new and the dropped classes. It is empty if both lists of
-    names are equal.
+    `names` are the classes of the network that receives weights, `source_names` those of the
+    network that gives them. The message lists the copied, the new and the dropped classes. It is
+    empty if both lists of names are equal.
     """
     if list(names) == list(source_names):
         return ""

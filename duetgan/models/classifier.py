@@ -202,7 +202,7 @@ class Classifier(ImageNetwork):
     def check_side(self, side: int, remedy: str | None = None) -> None:
         """Raise UserError if the network cannot take images with a shorter side of `side` px.
 
-        The message ends with the advice `remedy`; None advises to set model.input_size.
+        The message ends with the advice `remedy`; if this is None, to set model.input_size.
         """
         backbone = self.backbone
         smallest = 1

@@ -60,7 +60,7 @@ class ImageGenerator(ImageNetwork):
 
     `forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=, truncation_mean=)`
     returns images [N, channels, H, W]. `labels` are int64 [N], or class weights [N, classes] for
-    mixtures of classes and for images with several labels. They are None for an unconditional
+    mixtures of classes and for images with several labels. `labels` is None for an unconditional
     generator. `noise` is "const" for the stored noise maps, "none", or a list with a map [N, 1, H,
     W] for each entry of `noise_shapes()`. Only generators with styles can truncate. `forward`
     passes the output of the last layer through `finished`.

@@ -1,4 +1,4 @@
-"""Preparation of images for classifiers: size, channels and normalisation."""
+"""Prepare images for classifiers: change their size and channels, and normalise them."""
 
 from collections.abc import Sequence
 

@@ -200,8 +200,8 @@ def find_weights(weights: str, name: str, *, option: str = OPTION) -> Path:
 
     `weights` is a file, a run folder (its last checkpoint is used), or the name of published
     weights of the network `name`, which are downloaded once. A text with a "/" or a suffix of
-    weights files counts as a file, even if it does not exist. Raises UserError for an unknown name
-    or a failed download.
+    weights files counts as a file, even if it does not exist. Raises UserError, which names the
+    `option`, for an unknown name or a failed download.
     """
     path = Path(weights)
     if path.is_dir():

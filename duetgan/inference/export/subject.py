@@ -193,7 +193,7 @@ def classifier_subject(
 
 
 def _shuffled(dataset: Dataset) -> np.ndarray:
-    """Return all record numbers in random order, because files are often sorted by class."""
+    """Return all record numbers in a fixed random order, as files are often sorted by class."""
     return numpy_generator(0, "eval", "export").permutation(len(dataset))
 
 

@@ -75,7 +75,7 @@ class Ranking:
 
     @cached_property
     def _retrieved(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number of images at or above each level, and the fraction of positives among them."""
+        """For each level, the number of images at or above it, and their fraction of positives."""
         count = np.cumsum((self._positives + self._negatives)[::-1])[::-1]
         return count, np.cumsum(self._positives[::-1])[::-1] / count
 
@@ -145,7 +145,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the T that minimises the negative log-likelihood of softmax(logits / T).
 
     The loss is convex in 1/T, so that its slope, the mean of E[z] - z_y for logits z and label y,
-    changes sign once. T lies between COLDEST (without mistakes, the best T would be 0) and HOTTEST.
+    changes sign once. T is limited to COLDEST to HOTTEST, because the minimum would be at T = 0 if
+    there are no mistakes.
     """
     logits = logits.double()
 
@@ -367,8 +368,9 @@ def _ratio(part: float, whole: int) -> float | None:
 
 
 def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | int | None]]:
-    """Return the number `n` of images, mean `confidence` and `accuracy` in each confidence bin.
+    """Return a list with a dict for each bin of confidence, from low to high confidence.
 
+    The dict has the number `n` of images in the bin, their mean `confidence` and their `accuracy`.
     In an empty bin, `confidence` and `accuracy` are None.
     """
     index = bin_of(answers.confidence, bins)

@@ -1,4 +1,4 @@
-"""Differences of two metrics with 95 % intervals and two-sided p-values."""
+"""Compute differences of two metrics, with 95 % intervals and two-sided p-values."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -80,7 +80,7 @@ BACKGROUNDS = {"grey": 128, "white": 255}
 
 
 def photographs(extractor: Extractor, spec: ImageSpec) -> Extractor:
-    """Return an extractor for images of `spec`, made from an extractor for 8-bit grey or RGB.
+    """Return an extractor for images of `spec`, made from one for 8-bit grey or RGB images.
 
     If images of `spec` are 8-bit grey or RGB, `extractor` itself is returned. Otherwise `visible`
     converts the images. Transparent images are laid on each of BACKGROUNDS, and the features on all

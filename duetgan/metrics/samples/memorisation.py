@@ -180,9 +180,10 @@ def search_extractor(extractors: Sequence[Extractor], spec: ImageSpec) -> Extrac
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """Draw `searched` training images, but at least n, which the floor needs.
+    """Draw `searched` training images, but at least n, because the floor needs n.
 
-    If there are fewer, all training images are drawn. The first n do not depend on `searched`.
+    If the dataset has fewer than `searched`, all its images are drawn. The first n do not depend on
+    `searched`.
     """
     count = max(n, min(searched, len(labels)))
     return replace(
@@ -240,7 +241,8 @@ def pairs(
 ) -> list[Document]:
     """Return a dict for each sample, ready for JSON, about its nearest training image.
 
-    It has the sample's number and label, the image's record number, and their distance.
+    The dict has the entries `sample`, the number of the sample; `label`; `train`, the record number
+    of the image; and `distance`.
     """
     return [
         {

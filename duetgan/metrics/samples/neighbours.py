@@ -166,9 +166,10 @@ def estimate(
 ) -> Estimate:
     """Average a metric over A images, and again without each group of images.
 
-    The metric of an image is a function of its count: the number of real images whose ball holds a
-    sample, for example. First, each group of the A averaged images is left out. Then, each group of
-    the counted images is left out.
+    Each of the A images has a count of other images; the count of a sample, for example, is the
+    number of real images whose ball holds the sample. The metric of an image is a function of its
+    count. The average is computed anew without each group of the A images, and with counts that
+    leave out each group of the counted images.
 
     Args:
         counts: Counts of the A images, [A, G]. Column g counts only images of group g.
@@ -212,7 +213,7 @@ def recall(near: Neighbourhoods) -> Measured:
 
 
 def density(near: Neighbourhoods) -> Measured:
-    """Return the mean number of real images' balls that hold a sample, divided by k.
+    """Return the mean number of real images' balls that hold a sample, divided by K_DENSITY.
 
     The density is about 1 if the samples are real images. It is above 1 if the samples concentrate
     where real images are dense.
@@ -226,7 +227,7 @@ def density(near: Neighbourhoods) -> Measured:
 def coverage(near: Neighbourhoods) -> Measured:
     """Return the fraction of real images whose ball holds at least one sample.
 
-    It is about 1 - (1/2)^k if the samples are real images.
+    The coverage is about 1 - (1/2)^K_DENSITY if the samples are real images.
     """
     return estimate(near.covering, _any, len(near.dense)).measured()
 
@@ -258,8 +259,8 @@ def clipped_coverage(near: Neighbourhoods) -> Measured:
     """Return M / m if M ideal samples fill the real images' balls as well as the m samples do.
 
     Ideal samples have the distribution of the real images. The fullness of a ball is the number of
-    samples in it, at most k, divided by k. M is the number of ideal samples whose expected mean
-    fullness is that of the m samples.
+    samples in it divided by K_DENSITY, at most 1. M is the number of ideal samples whose expected
+    mean fullness is that of the m samples.
     """
     samples = len(near.dense)
     fullness = estimate(near.covering, _filled, samples, rescale=True).measured()

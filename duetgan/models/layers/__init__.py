@@ -300,9 +300,10 @@ def constant_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Te
 def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     """Resample `x` [N, C, H, W] with the FIR low-pass; `kind` is blur, down or up.
 
-    Upsampling is bilinear interpolation times gain / 4, except in the outermost rows and columns,
-    where the filter reads zeros beyond the border. A depthwise transposed convolution would be 3
-    (fp32) to 40 (bf16) times slower on the CPU.
+    `gain` and `padding` are as in `blur_fir`; upsampling ignores `padding`. Upsampling is bilinear
+    interpolation times gain / 4, except in the outermost rows and columns, where the filter reads
+    zeros beyond the border. A depthwise transposed convolution would be 3 (fp32) to 40 (bf16) times
+    slower on the CPU.
     """
     if uses_kernels(x):
         return fused.kernels().fir(x, kind, gain, padding)

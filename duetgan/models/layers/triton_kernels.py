@@ -71,7 +71,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 
 def fir(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
-    """Resample `x` [N, C, H, W]; `kind` is blur, down or up (see `layers.blur_fir`)."""
+    """Resample `x` [N, C, H, W]; the arguments are those of `layers._run`."""
     layout = _memory_format(x)
     x = x.contiguous(memory_format=layout)
     n, channels, height, width = x.shape
