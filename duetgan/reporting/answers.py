@@ -10,8 +10,8 @@ def answers(classifier: Document, gan: Document) -> list[str]:
     """Return sentences about the metrics of the classifier and the GAN.
 
     Args:
-        classifier: evaluation of the classifier; empty if there is none.
-        gan: evaluation of the GAN, without metrics that depend on a weak classifier.
+        classifier: results of the classifier's evaluation; empty if there is none.
+        gan: results of the GAN's evaluation, without metrics that depend on a weak classifier.
     """
     sentences = []
     if classifier:

@@ -35,7 +35,7 @@ def change(value: float) -> str:
 def headline(run: Run) -> list[MetricTile]:
     """Return the tiles at the top of the page: the main metrics, and a Frechet distance.
 
-    The distance is that of the first extractor.
+    The distance is that of the first extractor in the evaluation.
     """
     tiles = _tiles(run, ("headline",))
     for row in as_dicts(run.evaluation.get("distances"))[:1]:

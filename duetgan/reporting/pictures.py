@@ -52,11 +52,12 @@ STYLE: dict[Any, Any] = {
 class Chart:
     """A line chart of one or several curves, as SVG.
 
-    If all values are positive, the y axis may be logarithmic (LOG_FROM).
+    The y axis is logarithmic if all values are positive and the largest is at least LOG_FROM times
+    the smallest.
     """
 
     def __init__(self, series: Mapping[str, Points], *, title: str) -> None:
-        """Draw the chart. `series` has the points of each curve, by its name in the legend.
+        """Draw the chart. `series` is a dict from the name of a curve in the legend to its points.
 
         Raises ValueError if no series has a finite value.
         """

@@ -121,7 +121,8 @@ def write_quickstart_report(
 def write_page(path: Path, **values: object) -> Path:
     """Fill the template report.html.j2 with `values`, write the page to `path`, and return `path`.
 
-    Text in the values is escaped. The page also shows `environment`, the versions and hardware.
+    Text in the values is escaped. The template also gets the versions and the hardware that
+    `environment` returns, as `versions`.
     """
     # This import is here so that the start of a training does not wait for it.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -1,4 +1,4 @@
-"""The content of a run folder, for reports."""
+"""Read the content of a run folder, for reports."""
 
 import json
 import math

@@ -63,7 +63,7 @@ class DamageError(UserError):
 
 
 class StoppedBySignal(Expected):
-    """Training was stopped by a signal and has saved its state."""
+    """The error for a command that a signal has stopped; a training has saved its state before."""
 
     exit_code = EXIT_SIGNAL
 

@@ -213,8 +213,8 @@ class ImageSpec:
     def to_float(self, images: "Tensor", channels_last: bool = True) -> "Tensor":
         """Scale a file's values [n, C, H, W] to floats in [-1, 1] in torch's default dtype.
 
-        The result is on the device of `images`. If there is an alpha channel, the colours are
-        multiplied by it (see `premultiplied`).
+        The result is on the device of `images`, in the memory format `channels_last` or contiguous.
+        If there is an alpha channel, the colours are multiplied by it (see `premultiplied`).
         """
         import torch
 

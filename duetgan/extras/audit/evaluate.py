@@ -43,8 +43,9 @@ def audit_gan_run(
     the default.
 
     Raises:
-        UserError: If the training images or enough held-out images (`dataset`) are not available,
-            `dataset` has other classes than the generator, or `options.searched` is 0.
+        UserError: If the training images are not available, if there are too few training images or
+            held-out images (see `choose_sides`), if the generator was also trained on the held-out
+            images `dataset` or has other classes, or if `options.searched` is 0.
     """
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
@@ -124,11 +125,11 @@ def audit_gan_run(
 
 
 def audit_score(score: Tensor, *, members: int, seed: int) -> Document:
-    """Return the results of an attack, `attacks`, and of a control, `controls`.
+    """Return a dict with the results of an attack, `attacks`, and of a control, `controls`.
 
-    Both are dicts whose only entry, "generator", is the result of the function `attack`. The attack
-    separates training images from held-out images. The control does the same with two halves of the
-    held-out images, between which it should find no difference.
+    Both results are dicts whose only entry, "generator", is the result of the function `attack`.
+    The attack separates training images from held-out images. The control does the same with two
+    halves of the held-out images, between which it should find no difference.
 
     Args:
         score: Scores of the training images, then of the held-out images, [members + held out].

@@ -67,9 +67,10 @@ def attack(members: Tensor, held_out: Tensor) -> Document:
 def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
     """Return the area under the ROC curve, and its 95 % interval.
 
-    Members are the positive class. Ties count as half. The interval is that of DeLong, DeLong and
-    Clarke-Pearson (1988). A perfect separation has variance 0 and no such interval. In this case
-    the interval is Wilson's for the number of images in the smaller set.
+    `members`, [m], and `held_out`, [n], are scores. Members are the positive class. Ties count as
+    half. The interval is that of DeLong, DeLong and Clarke-Pearson (1988). A perfect separation has
+    variance 0 and no such interval. In this case the interval is Wilson's for the number of images
+    in the smaller set.
     """
     sizes = len(members), len(held_out)
     ranking = Ranking(torch.cat([members, held_out]).numpy(), np.arange(sum(sizes)) < sizes[0])
@@ -84,12 +85,13 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 
 
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
-    """Return the exact p-value of the number of members with very high scores.
+    """Return the exact p-value for the number of members with very high scores.
 
-    This number, k, counts the members that score above the held-out image with the `rank`-th
-    highest score. The null hypothesis is that all m + n images are in random order. The p-value is
-    the probability that fewer than `rank` of the k + `rank` - 1 images with the highest scores are
-    held-out ones, whose number is hypergeometric. Ties count against the members.
+    `members`, [m], and `held_out`, [n], are scores. The number of members that score above the
+    held-out image with the `rank`-th highest score is k. The null hypothesis is that all m + n
+    images are in random order. The p-value is the probability that fewer than `rank` of the
+    k + `rank` - 1 images with the highest scores are held-out ones. This number of held-out images
+    has a hypergeometric distribution. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 
@@ -110,7 +112,7 @@ def halves(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def verdict(document: Document) -> str:
-    """Return a verdict in words on results that have `attacks` and `controls`."""
+    """Return a verdict in words on the results of an audit (see `audit_score`)."""
     words = []
     if document["controls"]["generator"]["p_value"] < LEVEL:
         words.append(

@@ -1,8 +1,9 @@
 """Edit a generator's images: move their w so that they change from one class to another.
 
-The slope of a class is the mean gradient of a classifier's logit with respect to w. The direction
-from class a to class b is the slope of b minus the slope of a. If the logits were linear in w, it
-would be the normal of the boundary between the classes, as in InterFaceGAN (1907.10786).
+The generator computes an image from w, its intermediate latent (StyleGAN). The slope of a class is
+the mean gradient of a classifier's logit with respect to w. The direction from class a to class b
+is the slope of b minus the slope of a. If the logits were linear in w, this direction would be the
+normal of the boundary between the classes, as in InterFaceGAN (1907.10786).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Direction:
 class Editor:
     """A tool that computes directions from class to class and moves images along them.
 
-    `direction(source, target)` returns the direction from one label to another, and caches it. An
+    `direction(source, target)` returns the `Direction` from one label to another, and caches it. An
     edit changes the styles of all layers. The sampler's seed determines all results.
     """
 
@@ -53,9 +54,11 @@ class Editor:
         names: Sequence[str],
         samples: int = SAMPLES,
     ) -> None:
-        """Set up the editor; `names` are the names of the classifier's classes.
+        """Set up the editor.
 
-        Raises UserError for a generator without a w.
+        `names` are the names of the classifier's classes. A direction is computed from `samples`
+        samples of each of its two classes. Raises UserError if the generator has no w, or if its
+        images are not 8-bit grey or RGB.
         """
         self.sampler = sampler
         self.classifier = classifier
@@ -72,7 +75,7 @@ class Editor:
     # --- images
 
     def moved(self, start: Start, offsets: Tensor) -> Tensor:
-        """Generate the images of `start` after adding `offsets` [n, size] to w.
+        """Generate the images of `start` after adding `offsets` [n, size of w] to w.
 
         Returns images [n, C, H, H] in about [-1, 1]. They are differentiable.
         """
@@ -133,7 +136,7 @@ class Editor:
         return torch.cat([judge_images(classifier, part) for part in parts])
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
-        """For each image, find the first step at which the target's probability reaches REACH.
+        """Find each image's first step at which the probability of the target class reaches REACH.
 
         The steps form a grid up to LIMIT. Returns the steps, float64 [n], and bool [n]: True for
         images that reach this probability. Other images get the step with their largest
@@ -190,10 +193,11 @@ def first_reached(
     thresholds: Tensor,  # [n], for each row
     steps: list[float],  # ascending
 ) -> tuple[Tensor, Tensor]:
-    """For each row, find the first of `steps` at which its value reaches its threshold.
+    """Find the first of `steps` at which the value of each row reaches the threshold of this row.
 
-    Returns the steps, float64 [n], and bool [n]: True for rows that reach their threshold. Other
-    rows get the step with their largest value.
+    `value_at(rows, step)` returns the values of some rows at a step. Returns the steps, float64
+    [n], and bool [n]: True for rows that reach their threshold. Other rows get the step with their
+    largest value.
     """
     count = len(thresholds)
     result = torch.zeros(count, dtype=torch.float64)

@@ -51,9 +51,9 @@ def make_strips(
     # uint8 [1, C, H, H], first image of the strip, from which `start` was projected
     original: Tensor | None = None,
 ) -> list[Strip]:
-    """Return a strip of COLUMNS images for each image of `start`.
+    """Return a strip for each image of `start`: `original`, if given, then COLUMNS images.
 
-    The steps grow evenly from 0 to END times the step at which the image arrives.
+    The steps of these images grow evenly from 0 to END times the step that `Editor.reach` returns.
     """
     steps, arrived = editor.reach(start, direction)
     unedited = editor.images(start, direction, 0.0 * steps)
@@ -108,9 +108,7 @@ def save_strips(strips: Sequence[Strip], path: Path) -> None:
 
 
 def summary(strips: Sequence[Strip], names: Sequence[str], direction: Direction) -> str:
-    """Return a sentence on how many images arrive, and at which mean step and mean change of
-    pixels.
-    """
+    """Return a sentence with the number of images that arrive, their mean step and mean change."""
     arrived = [strip for strip in strips if strip.arrived]
     edit = f"{names[direction.source]} to {names[direction.target]}"
     text = f"{edit}: {len(arrived)} of {len(strips)} images arrive"
@@ -159,7 +157,11 @@ class Counterfactuals:
         steps: int,  # steps of the projection in each space
         batch_size: int,
     ) -> None:
-        """Load the generator. Raises UserError if its classes are not those of the classifier."""
+        """Load the generator.
+
+        Raises UserError if the generator has no w, or if its classes are not those of the
+        classifier.
+        """
         self.files = files
         self.target = target
         self.steps = steps
@@ -179,9 +181,10 @@ class Counterfactuals:
     def draw(self, file: str, label: str, *, resize: str | None) -> dict[str, Any]:
         """Write the strip of the image file `file`, which is predicted as `label`.
 
-        Returns a dict with `class` (the target class), `image` (the file of the strip), `arrived`,
-        `probability`, `step` and `pixel_change`. If the strip cannot be drawn, the dict has only
-        `class` and `error`.
+        `resize`, "crop" or "pad", is the resize mode of the image; None: that of the training
+        images. Returns a dict with `class` (the target class), `image` (the file of the strip),
+        `arrived`, `probability`, `step` and `pixel_change` (see `Strip`). If the strip cannot be
+        drawn, the dict has only `class` and `error`.
         """
         names = self.editor.names
         source, target = names.index(label), self.target

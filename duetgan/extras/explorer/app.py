@@ -76,16 +76,16 @@ class Query:
     def number(self, name: str, low: int, high: int, default: str = "", kind: type = int) -> Any:
         """Return the parameter `name` as a number of type `kind` from `low` to `high`.
 
-        `default` is the text that stands for a missing parameter; with "", the parameter is
-        required.
+        `default` is the text of a missing parameter. If it is "", the parameter is required.
         """
         with explained(ArgumentTypeError, lambda error: f"{name} {error}"):
             return number_type(kind, low, high)(self._args.get(name, default))
 
     def run(self, task: str, name: str = "run") -> LoadedRun:
-        """Return the run whose index is the parameter `name`.
+        """Read the index of a run from a request parameter, and return the run.
 
-        Raises UserError if the run's task is not `task`.
+        `name` is the name of the request parameter. Raises UserError unless the run's task is
+        `task`, "gan" or "classifier".
         """
         run = self._runs[self.number(name, 0, len(self._runs) - 1)]
         if run.task != task:
@@ -93,15 +93,15 @@ class Query:
         return run
 
     def source(self, run: LoadedRun) -> Source:
-        """Return a description of the sample with the parameters `seed`, `class` and `psi`."""
+        """Describe a sample of `run` by the request parameters `seed`, `class` and `psi`."""
         label = self.label("class", run) if run.classes else None
         seed = self.number("seed", 0, LARGEST_SEED)
         return Source(seed, label, self.number("psi", 0, 2, "1", float))
 
     def sources(self, run: LoadedRun) -> list[Source]:
-        """Return descriptions of samples with successive seeds.
+        """Describe samples of `run` with successive seeds.
 
-        The parameters are those of `source`, and `count`, the number of samples.
+        The request parameters are those of `source`, and `count`, the number of samples.
         """
         first, count = self.source(run), self.number("count", 1, MOST_DRAWN, "1")
         seed = min(first.seed, LARGEST_SEED - count + 1)
@@ -117,7 +117,10 @@ class Query:
         return by, by.classes[self.label("target", by)]
 
     def label(self, name: str, run: LoadedRun) -> int:
-        """Return the label of the class whose name is the value of the parameter `name`."""
+        """Read a class name from a request parameter, and return the label of this class in `run`.
+
+        `name` is the name of the request parameter, such as "class".
+        """
         class_name = self._args.get(name, "")
         if class_name not in run.classes:
             hint = did_you_mean(class_name[:80], run.classes)
@@ -227,8 +230,8 @@ class App:
     ) -> Callable[[Query], Document]:
         """Return a function that answers a query by `answer(run, *values)`.
 
-        `run` is the run that the query names; it must be of task `task`. `values` are the results
-        of the functions `parameters`, which read the query.
+        `run` is the run that the query names; it must be of task `task`. Each of `values` is the
+        result of one of the functions `parameters`, which get the query and the run.
         """
 
         def handle(query: Query) -> Document:

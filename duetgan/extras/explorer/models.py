@@ -1,4 +1,4 @@
-"""The runs that the explorer shows, and the computation of its answers with their models."""
+"""Load the runs that the explorer shows, and compute its answers with their models."""
 
 import base64
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list
         names: Run folders, checkpoints, or folders of runs. If empty, the quickstart's runs.
         which: The checkpoint to take from a run folder, "last" or "best".
 
-    Raises UserError for a name without a checkpoint.
+    Raises UserError for a name without a checkpoint, or if the quickstart's runs are missing.
     """
     quickstart = runs_folder() / "quickstart"
     if not names and not quickstart.is_dir():
@@ -87,7 +87,7 @@ def open_runs(names: Sequence[str], *, which: str, device: torch.device) -> list
 def _runs_in(path: Path) -> list[Path]:
     """List the run folders directly inside a folder, such as a quickstart's `gan` and `classifier`.
 
-    If `path` is a run folder or a file, the list contains only `path`.
+    If there are none, or if `path` is a run folder itself, the list contains only `path`.
     """
     runs = sorted(file.parent.parent for file in path.glob("*/checkpoints/last.json"))
     return runs if runs and not (path / "checkpoints").is_dir() else [path]
@@ -216,7 +216,7 @@ def classify(run: LoadedRun, content: bytes) -> Document:
     - `classes`, the most probable classes, each with `name` and `probability`, largest first;
     - `image`, the image as the classifier sees it, as a `data:` URL;
     - `evidence`, the same image with a heat map for the first class (Grad-CAM);
-    - `layer`, the layer that the heat map shows, or "" if the map is zero.
+    - `layer`, the layer from which the heat map is computed, or "" if the map is zero everywhere.
 
     Raises ImageError if `content` is no image.
     """

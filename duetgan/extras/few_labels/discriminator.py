@@ -1,9 +1,9 @@
 """A GAN's discriminator as the backbone of a classifier.
 
-The backbone ends with the last feature maps of 4x4 pixels. The features are the means of these
-maps; Radford et al. (1511.06434, section 5.1) also classify by a discriminator's maps. The layers
-after these maps are left out, because they may use statistics of the batch, and only separate real
-images from samples.
+The backbone ends with the discriminator's last feature maps, which have 4x4 pixels. The features
+are the means of these maps; Radford et al. (1511.06434, section 5.1) also classify by a
+discriminator's maps. The layers after these maps are left out, because they may use statistics of
+the batch, and only separate real images from samples.
 """
 
 from typing import Literal
@@ -26,7 +26,7 @@ NAME = "discriminator"
 
 
 class Form(Stored):
-    """Architecture, configuration and image size of a discriminator."""
+    """The description of a discriminator: its architecture, configuration and image size."""
 
     architecture: str
     resolution: PositiveInt | Rectangle
@@ -35,7 +35,10 @@ class Form(Stored):
 
 
 class Trunk(nn.Module):
-    """A network of a discriminator's stages, the means of their last maps, and a linear head."""
+    """A network that consists of a discriminator's stages, average pooling and a linear head.
+
+    The stages are those up to the last feature maps.
+    """
 
     def __init__(self, discriminator: ImageDiscriminator) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class Trunk(nn.Module):
 
 
 def discriminator_backbone(form: Tree) -> Backbone:
-    """Return the `Backbone` that describes the trunk of a discriminator.
+    """Return the `Backbone` that describes the trunk of a discriminator (see `Trunk`).
 
     `form` is a `Form` as a dict. Raises UserError if it is invalid.
     """

@@ -44,7 +44,7 @@ class UnlabelledConfig(Config):
 
 
 class FewLabelsConfig(ClassifierConfig):
-    """All settings of a classifier's training, also on unlabelled images."""
+    """All settings for training a classifier on labelled and, optionally, unlabelled images."""
 
     unlabelled: UnlabelledConfig = UnlabelledConfig()
 
@@ -70,8 +70,8 @@ class Unlabelled:
     """The unlabelled images of a training and their pseudo-labels.
 
     `draw` reads the images of a step and labels them. The choice of images depends only on the seed
-    and the step. The state consists of the moving means from which the thresholds are computed, and
-    of the propagated labels.
+    and the step. The state in checkpoints consists of the moving means from which the thresholds
+    are computed, and of the propagated labels.
     """
 
     optional = True  # A run that started without unlabelled images has no such state.
@@ -155,9 +155,10 @@ class Unlabelled:
     def _thresholds(self, probabilities: Tensor, confidences: Tensor) -> Tensor:
         """Return the threshold of each class, [K]: the least probability of a pseudo-label.
 
-        If `settings.adaptive` is False, this is `settings.threshold`. If it is True,
-        `settings.threshold` is multiplied by the thresholds of FreeMatch (2205.07246, equations 5,
-        8 and 9). These are computed from `means`, which this call first updates over all ranks.
+        `confidences` are the largest of the `probabilities` of each image. If `settings.adaptive`
+        is False, every threshold is `settings.threshold`. If it is True, `settings.threshold` is
+        multiplied by the thresholds of FreeMatch (2205.07246, equations 5, 8 and 9). These are
+        computed from `means`, which this method first updates over all ranks.
         """
         if not self.settings.adaptive:
             return confidences.new_full((probabilities.shape[1],), self.settings.threshold)

@@ -1,4 +1,4 @@
-"""One graph of all networks in TensorBoard, drawn before the first step."""
+"""Draw one graph of all networks in TensorBoard, before the first step."""
 
 import warnings
 from collections.abc import Mapping

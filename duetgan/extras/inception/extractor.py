@@ -17,8 +17,8 @@ def inception_features(
     """Return the extractor of the 2048 pooled Inception features that published FIDs use.
 
     The network is torch-fidelity's, which scales images to 299 px like TensorFlow's original.
-    torch-fidelity downloads the weights if `weights` is None. Raises UserError if it is not
-    installed or the weights cannot be loaded.
+    torch-fidelity downloads the weights if `weights` is None. Raises UserError if torch-fidelity is
+    not installed or the weights cannot be loaded.
     """
     with explained(
         ImportError, "extractor inception needs torch-fidelity; `pip install torch-fidelity`"

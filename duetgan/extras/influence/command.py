@@ -1,8 +1,9 @@
-"""Find the training images that helped or hurt a prediction most, or whose labels are likely wrong.
+"""Find the training images that helped or hurt a prediction most, or that are likely mislabelled.
 
-`duet influence --checkpoint RUN --data train.lmdb (--image FILE | --mislabelled) --out FILE.png`.
-The scores of --image sum over all checkpoints of the run, weighted by their learning rates; train with
-`--checkpoint.keep 10` to have several.
+Example: `duet influence --checkpoint RUN --data train.lmdb --image FILE --out FILE.png`. To find
+wrong labels, give `--mislabelled` instead of `--image FILE`. With --image, each checkpoint of the
+run gives every training image a score. The scores are added, weighted by the learning rates. A run
+keeps several checkpoints if it is trained with `--checkpoint.keep 10`.
 """
 
 import json

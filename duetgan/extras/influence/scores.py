@@ -1,7 +1,7 @@
-"""Scores of training images: their influence on a prediction, and signs of wrong labels.
+"""Score training images by their influence on a prediction, and find those with wrong labels.
 
-The influence is computed from per-sample gradients of the loss, the signs of wrong labels from
-predicted probabilities.
+The influence is computed from per-sample gradients of the loss. Wrong labels are found by predicted
+probabilities.
 """
 
 import sys
@@ -56,8 +56,9 @@ class Gradients:
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Gradients:
     """Return the gradient of each image's cross entropy with respect to the last linear layer.
 
-    If the network divides this layer's output by a temperature, the result is too large by this
-    factor. Raises UserError if the network has no linear layer that gives the logits.
+    If the network divides this layer's output by a temperature, the result is too large by the
+    factor of the temperature. Raises UserError if the network has no linear layer that gives the
+    logits.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     calls: list[tuple[Tensor, Tensor]] = []
@@ -107,11 +108,11 @@ def influence(
 ) -> Tensor:
     """Return the influence of each training image on the loss of `image`, float64 [n].
 
-    The influence is a sum over checkpoints: the learning rate times the dot product of the two
-    images' gradients (TracInCP, Pruthi et al. 2002.08484, section 3.3). The rates are scaled to a
-    sum of 1; if all are 0, checkpoints have equal weights. Gradients are those of the EMA model's
-    last layer, without augmentation. A positive score means that training on the image lowered the
-    loss, a negative one that it raised the loss.
+    The influence is a sum over checkpoints: the learning rate times the dot product of the
+    gradients of the training image and of `image` (TracInCP, Pruthi et al. 2002.08484, section
+    3.3). The rates are scaled to a sum of 1; if all are 0, checkpoints have equal weights.
+    Gradients are those of the EMA model's last layer, without augmentation. A positive score means
+    that training on the image lowered the loss, a negative one that it raised the loss.
     """
     total = sum(snapshot.rate for snapshot in snapshots)
     scores = torch.zeros(len(dataset), dtype=torch.float64)
@@ -167,7 +168,7 @@ def top_records(scores: Tensor, count: int) -> list[int]:
 
 
 def answer(options: Namespace, files: list[Path]) -> Document:
-    """Run `duet influence` with the checkpoints `files`.
+    """Run `duet influence` with the checkpoints `files`, the earliest first.
 
     Writes the image grid and returns the JSON document.
     """

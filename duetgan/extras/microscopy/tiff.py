@@ -102,10 +102,10 @@ def page_values(page: Any, size: int) -> Values:
 
 
 def _check_segments(page: Any, size: int) -> None:
-    """Raise ImageError if a page is compressed by another method than deflate.
+    """Raise ImageError for a page with an unsupported compression, or a damaged strip or tile.
 
-    Also raises ImageError if a strip or tile ends beyond the file, or holds more than its size when
-    decompressed.
+    Only deflate and no compression are supported. A strip or tile is damaged if it ends beyond the
+    file, which has `size` bytes, or if it holds too many bytes for its pixels.
     """
     if int(page.compression) not in DEFLATE:
         name = getattr(page.compression, "name", page.compression)
@@ -129,7 +129,10 @@ def _check_segments(page: Any, size: int) -> None:
 
 
 def stacked(parts: list[Values]) -> Values:
-    """Stack images as the channels of one image. Raises ImageError if sizes or types differ."""
+    """Stack images as the channels of one image.
+
+    Raises ImageError if the sizes or types of the images differ, or if several have alpha.
+    """
     kinds = {(part.pixels.shape, part.pixels.dtype, part.alpha) for part in parts}
     if len(kinds) > 1 or (len(parts) > 1 and parts[0].alpha):
         raise ImageError("has pages of several sizes or kinds; save one of them as an image")

@@ -85,7 +85,7 @@ def evaluated(checkpoint: Checkpoint) -> Document:
 
 
 def figures(document: Document) -> list[Document]:
-    """Return the metrics of an evaluation as a list of dicts.
+    """Return the metrics in an evaluation's results as a list of dicts.
 
     Each dict has `name`, `value`, `interval` (95 %, or None), `n` (number of images) and
     `extractor` (the network whose outputs the metric uses, or None).

@@ -57,8 +57,8 @@ def place(
     """Move the classifier's blocks to `devices`, so that the largest memory of a device is minimal.
 
     Hooks move the activations in each forward pass. A copy of the classifier (`copy.deepcopy`) is
-    split in the same way. A split classifier can be moved to a single device as a whole, and works
-    there.
+    split in the same way. A split classifier can also be moved to a single device as a whole, and
+    works on this device.
 
     Args:
         classifier: The classifier, with all weights on one device.

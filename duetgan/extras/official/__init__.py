@@ -1,4 +1,4 @@
-"""Networks of other programs.
+"""Read and write networks of other programs.
 
 `duet convert` reads them; `export.py --format nvidia` writes networks for NVIDIA's program.
 """

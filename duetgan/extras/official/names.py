@@ -39,7 +39,7 @@ Places = Callable[[str], Place]  # our name of a tensor -> its place
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """Rewrite `name` by a table of regular expressions and templates.
+    """Rewrite a tensor's name by `table`, a dict from regular expression to template.
 
     The first expression that matches all of `name` is used. If none does, return `name` unchanged.
     """
@@ -97,7 +97,7 @@ class Source:
     def shape(self, name: str, ndim: int) -> tuple[int, ...]:
         """Return the shape of a tensor without removing it.
 
-        Raises Refused if it is missing, empty, or has another number of dimensions.
+        Raises Refused if the tensor is missing, is empty, or does not have `ndim` dimensions.
         """
         value = self.tensors.get(name)
         if value is None or value.ndim != ndim or not value.numel():
@@ -141,7 +141,7 @@ class Converted:
         """Convert all tensors of `source`, store them as `state[part]`, and return them.
 
         The names and shapes are compared with those of our network, which is built on the meta
-        device from this configuration.
+        device from the configuration of this object.
 
         Args:
             part: generator, generator_ema or discriminator.

@@ -98,7 +98,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class GeneratorForm:
-    """The description of a generator in NVIDIA's files, and of its counterpart here."""
+    """The description of a generator in NVIDIA's files, and of its counterpart in Duet."""
 
     architecture: str  # key of ARCHITECTURES
     config: Tree
@@ -277,7 +277,7 @@ def _arguments(values: object, defaults: Tree, title: str) -> Arguments:
 def mapping_arguments(arguments: Arguments, *, layers: int, beta: float) -> Tree:
     """Read the arguments of the mapping network, and return our configuration of it.
 
-    `layers` and `beta` are NVIDIA's defaults.
+    `layers` and `beta` are NVIDIA's defaults for the number of layers and for `w_avg_beta`.
     """
     mapping = arguments.inner("mapping_kwargs")
     w_dim = arguments.number("w_dim", 512)
@@ -364,7 +364,10 @@ def _discriminator_arguments(
 
 
 def image_shape(arguments: Arguments) -> dict[str, int]:
-    """Read the arguments for the shape of the images, and return the shape with our names."""
+    """Read the arguments for the shape of the images.
+
+    Returns a dict with resolution, channels and classes.
+    """
     side = arguments.take("img_resolution")
     sizes(side)
     return {

@@ -24,7 +24,7 @@ NAMES = {  # our name -> R3GAN's, except for the first or last layers of stages
 
 
 def convert(content: Tree) -> Converted:
-    """Convert the networks `G`, `D` and `G_ema` in the content of a file.
+    """Convert the networks `G`, `D` and `G_ema` in `content`, the content of a file.
 
     The sizes of the networks are inferred from the shapes of their weights.
     """

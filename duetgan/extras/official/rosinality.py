@@ -38,7 +38,7 @@ BLOCK = {  # in a block of the discriminator: our name -> rosinality's
 
 
 def convert(content: Tree) -> Converted:
-    """Convert the average generator `g_ema` in the content of a file.
+    """Convert the average generator `g_ema` in `content`, the content of a file.
 
     Also converts the generator `g` and the discriminator `d` if the file has them.
     """
@@ -104,7 +104,7 @@ def _mean(state: Mapping[str, Tensor], config: Tree, shape: Mapping[str, int]) -
 def _generator_place(name: str) -> Place:
     """Return the `Place` of the generator's tensor that we call `name`.
 
-    In the files, `latent_avg` lies next to the network; `convert` adds it to the network's tensors.
+    The files store `latent_avg` outside the network; `convert` adds it to the network's tensors.
     """
     if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
         return Place(f"style.{int(match[1]) + 1}.{match[2]}")

@@ -20,10 +20,10 @@ EXTRA_HEADS = ("auxiliary", "from_rgbs")
 
 
 def networks(checkpoint: Checkpoint) -> Converted:
-    """Return the networks of a checkpoint with their complete configurations, without EXTRA_HEADS.
+    """Return the networks of a checkpoint as a `Converted` with complete configurations.
 
-    Raises UserError unless they are a fully grown StyleGAN2 for square images of 2^n px that are
-    8-bit grey or RGB.
+    The parts of the discriminator in EXTRA_HEADS are left out, with a note. Raises UserError unless
+    the networks are a fully grown StyleGAN2 for square images of 2^n px that are 8-bit grey or RGB.
     """
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
     name, size = config.get("architecture", DEFAULT), shape["resolution"]
@@ -91,6 +91,6 @@ def note_group_difference(gan: Converted) -> None:
 
 
 def load(subject: Subject, path: Path) -> Runner:
-    """Return the generator in the exported file `path`, which is converted back."""
+    """Read the exported file `path`, and return the generator as a function of its inputs."""
     content = checkpoint_of(read(path), list(subject.checkpoint["classes"]))
     return as_runner(Drawing(generator_from(content)))

@@ -238,7 +238,8 @@ def read_pickle(path: Path) -> Any:
 def module_state(module: object, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
     """Return the state dict of a pickled torch module: its parameters and buffers, in order.
 
-    Raises Refused if `module` is no module.
+    `prefix` begins the names, and `depth` is the number of modules around this one. Raises Refused
+    if `module` is no module.
     """
     if not isinstance(module, Inert) or depth > DEPTH:
         raise Refused(f"{prefix or 'the network'} is no module, or modules lie deeper than {DEPTH}")

@@ -44,7 +44,10 @@ USABLE = 0.9
 
 
 class Gpu(NamedTuple):
-    """A GPU's published peak rates of dense arithmetic, in FLOP/s, and of its memory."""
+    """A GPU's published peak rates and memory size.
+
+    The rates are those of dense arithmetic, in FLOP/s, and of the memory, in bytes/s.
+    """
 
     name: str
     half: float  # matrix products and convolutions in half precision
@@ -164,7 +167,11 @@ class Ledger(PeakBytes):
         return result
 
     def add(self, leaves: Iterable[object], flop: float = 0.0, kind: str = "single") -> None:
-        """Record an operation that reads or writes each tensor among `leaves` once."""
+        """Record an operation that reads or writes each tensor among `leaves` once.
+
+        `flop` and `kind` are those of the `Operation`. If the first tensor has 16 bits, the kind is
+        "half" instead.
+        """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         moved = 0
         for x in tensors:
@@ -303,8 +310,9 @@ def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = 
     """Count the memory and the operations of one process's steps with `samples` samples.
 
     No image is read. If `kernels` is True, FIR resampling and activations count as fused kernels.
-    Layers are frozen as in the last step of the run, or in the last step of each image size.
-    `augment` counts as its default, `precision: auto` as bf16.
+    Layers are frozen as in the last step of the run. If the image size changes during the run, they
+    are frozen as in the last step of each size. The key `augment` counts as its default, and
+    `precision: auto` as bf16.
     """
     config = config.changed(augment=type(vars(config)["augment"])())
     precision = "bf16" if config.precision == "auto" else config.precision

@@ -1,10 +1,10 @@
-"""Label images with confident predictions of a classifier, for another training (Lee 2013,
-"Pseudo-Label").
+"""Label images with a classifier's confident predictions, to train another classifier on them.
 
-`duet pseudo-labels --checkpoint RUN --data unlabelled.lmdb --labelled few.lmdb --out more.lmdb`
-writes the images of `few.lmdb` with their labels, then those images of `unlabelled.lmdb` whose most
-probable class has at least the probability `--threshold`, with that class. Labels of
-`unlabelled.lmdb` are used only to print how many predictions agree with them.
+The method is "Pseudo-Label" (Lee 2013). Example: `duet pseudo-labels --checkpoint RUN --data
+unlabelled.lmdb --labelled few.lmdb --out more.lmdb`. The new file has all images of `few.lmdb` with
+their labels. It also has the images of `unlabelled.lmdb` whose predicted class has at least the
+probability `--threshold`; this class becomes their label. If `unlabelled.lmdb` has labels already,
+they are not used. The command only prints how many of them agree with the predictions.
 """
 
 import json

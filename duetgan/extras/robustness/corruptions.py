@@ -1,9 +1,9 @@
 """Corruptions of images, such as blur, at five strengths.
 
-A corruption is a pure function of image, strength, seed and index. All follow Hendrycks and
-Dietterich (1903.12261). For each strength a corruption has an amount, such as the width of a blur.
-The amounts for 32 px are those of CIFAR-10-C, for brightness those of ImageNet-C. For other sizes,
-the amounts are scaled so that an image looks about as corrupted.
+A corruption is a pure function of image, strength, seed and index. All corruptions follow Hendrycks
+and Dietterich (1903.12261). A corruption has an amount for each strength, such as the width of a
+blur. The amounts for images of 32 px are those of CIFAR-10-C; for brightness they are those of
+ImageNet-C. For other sizes, the amounts are scaled so that an image looks about as corrupted.
 """
 
 import math

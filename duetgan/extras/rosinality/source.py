@@ -24,8 +24,9 @@ KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 def open_rosinality(path: Path, handle: Handle, options: SourceOptions) -> Source | None:
     """Open an LMDB file with `length` and records like 256-00000 as a source of images.
 
-    Returns None for other files. Raises UserError if `length` is more than twice the number of
-    records.
+    The source has the images of `options.size` px, or the largest ones if the file stores none of
+    this size. Returns None for other files. Raises UserError if `length` is more than twice the
+    number of records.
     """
     with handle.environment.begin() as transaction:
         length = bytes(transaction.get(LENGTH_KEY, b""))

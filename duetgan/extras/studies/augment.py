@@ -119,9 +119,10 @@ class Augment(Subject):
         self._arm(arm, {}, HELD_BACK_ARM, control)
 
     def _arm(self, arm: Job, overrides: Settings, job: str = "", ratio: float = 0.0) -> None:
-        """Declare an arm that trains the classifier with `overrides` of its recipe.
+        """Declare an arm that trains the classifier by its recipe with `overrides`.
 
-        If `job` is not empty, the arm adds images of the job of this name: `ratio` per real image.
+        If `job` is not empty, it is the name of a job that writes images. The arm adds `ratio` of
+        these images per real image.
         """
         if job:
             mixing: dict[str, object] = {
@@ -138,7 +139,8 @@ class Augment(Subject):
     ) -> Settings:
         """Write a packed file of added images into the folder `place` for each ratio.
 
-        `source` is the run folder of a generator, whose samples are added, or a packed file.
+        `source` is the run folder of a generator, whose samples are added, or a packed file. `fill`
+        divides the images among the classes as in `sample_counts`.
         """
         for ratio in ratios:
             counts = sample_counts(self.counts(TRAIN), ratio, fill=fill)

@@ -39,7 +39,7 @@ def pixels(dataset: Dataset) -> Tensor:
 
 
 def before_training(dataset: Dataset, **model: Any) -> Tensor:
-    """Return the features of all images in a classifier network before its training.
+    """Compute the features of all images by a classifier network before its training.
 
     The features are float32 [n, F]. `model` has the fields of a ModelConfig. The weights are
     random, with the key (0, "init", "classifier"), or those of the discriminator that the config

@@ -112,9 +112,9 @@ class StudyConfig(Config):
 
 
 def quickened(tree: Document) -> Document:
-    """Return the recipe `tree` with the values of its section `quick`.
+    """Apply the section `quick` of a study's recipe to the recipe `tree`, and return the result.
 
-    Raises UserError if it has no such section.
+    Raises UserError if the recipe has no such section.
     """
     quick = tree.get("quick")
     if not isinstance(quick, dict) or not quick:
@@ -257,8 +257,7 @@ def divide(
 
 
 def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
-    """Return each class's number of held-out images, and the limit on its number of training
-    images.
+    """Return two lists: each class's number of held-out images, and its limit of training images.
     """
     held_out = [max(1, round(data.held_out * count)) for count in counts]
     not_held_back = [int((1 - data.held_back) * count) for count in counts]
@@ -281,7 +280,7 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
 
     With a long tail, class k of K classes has largest * ratio ** (-k / (K - 1)) images, rounded
     down, but at least one (Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of
-    Samples", section 5.1).
+    Samples", section 5.1). Here largest is the number for class 0, and ratio is `data.long_tail`.
     """
     largest = min(max(available), data.largest or max(available))
     if data.long_tail == 1:

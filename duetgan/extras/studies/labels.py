@@ -82,8 +82,9 @@ class Labels(Subject):
     def _pseudo_labels(self, count: int, first: Path, *, is_control: bool) -> None:
         """Declare an arm that trains on pseudo-labels, and an arm that trains on random labels.
 
-        The classifier of the supervised arm, whose folder is `first`, predicts the pseudo-labels.
-        If `is_control` is True, the study is void in case random labels help.
+        `count` is the number of labelled images of each class. The classifier of the supervised
+        arm, whose folder is `first`, predicts the pseudo-labels. If `is_control` is True, the study
+        is void in case random labels help.
         """
         pseudo = Job(
             arm_name(count, PSEUDO),
@@ -106,8 +107,9 @@ class Labels(Subject):
     ) -> None:
         """Declare the arms that use the discriminator of the GAN in the run folder `run`.
 
-        They train on the labelled images in the folder `first` and on the unlabelled `images`. A
-        `suffix` is added to the names of the arms, and marks them as controls.
+        They train on the labelled images in the folder `first`, `count` of each class, and on the
+        unlabelled `images`. A `suffix` is added to the names of the arms, and marks them as
+        controls.
         """
 
         def arm(method: str, description: str) -> Job:

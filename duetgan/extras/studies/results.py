@@ -92,7 +92,7 @@ class Results:
 
 
 def difference(results: Results, first: str, second: str, group: str) -> Difference:
-    """Return the mean recall of the second arm in a group of classes minus that of the first."""
+    """Compare the mean recalls of two arms in a group of classes: second minus first."""
     return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
 
 

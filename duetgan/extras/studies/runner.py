@@ -34,10 +34,10 @@ def document(
     results: Mapping[str, Mapping[int, Result]],  # by arm and seed
     seeds: Sequence[int],
 ) -> Document:
-    """Return the content of study.json.
+    """Return the content of study.json for the study `name`.
 
-    Comparisons use only the `seeds` for which all arms have results. If there is no such seed, the
-    entry `void` is None.
+    Comparisons use only the `seeds` for which all arms have results. The entry `void` is True if a
+    control has failed, and None if no seed has all results.
     """
     done, planned = sum(map(len, results.values())), len(results) * len(seeds)
     complete_seeds = [seed for seed in seeds if all(seed in runs for runs in results.values())]
@@ -103,7 +103,7 @@ class Study:
     def run(self) -> Document:
         """Make all missing runs, write study.json after each, and return its content.
 
-        Raises StoppedBySignal after a signal, when a training has saved a checkpoint.
+        Raises StoppedBySignal after a signal. A training saves a checkpoint before that.
         """
 
         def leave(signum: int, _frame: FrameType | None) -> NoReturn:
@@ -138,8 +138,8 @@ class Study:
     def _perform(self, job: Job, seed: int, title: str) -> bool:
         """Do a job, or one run of an arm, and write the outcome to a file.
 
-        Then prints `title` with the result, and deletes the checkpoints of an arm. If the outcome
-        exists already, does nothing and returns False.
+        Also prints `title` with the result, deletes the checkpoints of an arm, and returns True. If
+        the outcome exists already, does nothing and returns False.
         """
         place = of_seed(job.place, seed)
         if record(place).is_file():

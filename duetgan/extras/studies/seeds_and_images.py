@@ -1,4 +1,4 @@
-"""Comparison of two groups of runs in which both seeds and images are random effects."""
+"""Compare two groups of runs; both seeds and images are random effects."""
 
 import math
 
@@ -19,6 +19,9 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
         first: Correct predictions of the first runs, bool [S, N].
         second: Correct predictions of the second runs, trained with the same seeds, bool [S, N].
         weights: Weights of the images, [N], which sum to 1.
+
+    Returns:
+        The difference second minus first, with its interval and p-value.
     """
     used = weights > 0
     scale = weights[used] * used.sum()

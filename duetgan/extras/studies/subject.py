@@ -104,7 +104,7 @@ class Subject(ABC):
     def compared(self) -> list[Comparison]:
         """Return the declared comparisons.
 
-        A comparison for GROUPS is replaced by one comparison for each group of classes.
+        A comparison whose group is GROUPS is replaced by one comparison for each group of classes.
         """
         comparisons = []
         for row in self.comparisons:
@@ -163,7 +163,7 @@ class Subject(ABC):
     def add(self, job: Job, make: Callable[[Path, int], object]) -> Path:
         """Declare a job or an arm, and return its folder.
 
-        The study calls `make(place, seed)` to do it.
+        The study calls `make(folder, seed)` to do the job.
         """
         place = self.place(job.name)
         if job.family:
@@ -175,7 +175,8 @@ class Subject(ABC):
     def best(self, name: str, family: str, against: Sequence[Comparison] = ()) -> None:
         """Declare an arm `name` that has, for each seed, the results of the best arm of a family.
 
-        The best arm is chosen on held-out images.
+        The best arm is chosen on held-out images. `against` are comparisons of the new arm with
+        others.
         """
         self.choices[name] = family
         self.comparisons += [replace(row, second=name) for row in against]
@@ -192,7 +193,8 @@ class Subject(ABC):
     ) -> Path:
         """Declare a training, and return its run folder.
 
-        If `job` is an arm, the trained classifier is also evaluated.
+        If `job` is an arm, the path of the folder contains OF_SEED, and the trained classifier is
+        also evaluated.
         """
         overrides = {"data.path": images or self.part(TRAIN), **overrides}
 
@@ -223,8 +225,8 @@ class Subject(ABC):
     ) -> None:
         """Declare baseline arms, which use no second model such as a GAN.
 
-        These are logistic regressions (see `baselines`) and, if the recipe starts from given
-        weights, training from scratch.
+        These are logistic regressions (see `baselines`) and, if the classifier's recipe starts from
+        trained weights, training from scratch.
 
         Args:
             template: Job with the family and the comparisons of the arms. The arms' names begin
@@ -308,7 +310,7 @@ class Subject(ABC):
             )
 
     def judge(self, run: Path) -> Result:
-        """Evaluate the EMA weights of a run on each split.
+        """Evaluate the EMA weights of a classifier's run on each split.
 
         Returns the accuracies and the correct predictions.
         """
@@ -344,5 +346,5 @@ def record(place: Path) -> Path:
 
 
 def slug(name: str) -> str:
-    """Return `name` in lower case, with `-` for all characters except a-z, 0-9 and `.`."""
+    """Return `name` in lower case; characters other than a-z, 0-9 and `.` become `-`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""Films in which StyleGAN3's images move and turn."""
+"""Make films in which StyleGAN3's images move and turn."""
 
 import math
 

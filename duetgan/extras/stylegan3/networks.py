@@ -165,8 +165,9 @@ Filter = tuple[int, np.ndarray]  # factor of the sampling rate, and the filter
 def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Filter, Filter]:
     """Return the upsampling filter before an activation and the downsampling filter after it.
 
-    The activation is in the layer from the signal `source` to the signal `target`. If `radial` is
-    True, the downsampling filter is radially symmetric.
+    Each is a pair: the factor of the sampling rate, and the filter. The activation is in the layer
+    from the signal `source` to the signal `target`. If `radial` is True, the downsampling filter is
+    radially symmetric.
     """
     rate = OVERSAMPLING * max(source.rate, target.rate)
     up = rate // source.rate
@@ -179,8 +180,9 @@ def design_filters(source: Signal, target: Signal, *, radial: bool) -> tuple[Fil
 class Layer(nn.Module):
     """A modulated convolution, a bias and a filtered leaky ReLU, from signal `source` to `target`.
 
-    If `is_rgb` is True, the convolution is 1x1, without demodulation and activation. Inputs are
-    divided by the root of `magnitude_ema`, the moving mean of their squares.
+    If `is_rgb` is True, the convolution is 1x1, without demodulation and activation. If
+    `is_critical` is True, the filters are not radially symmetric. Inputs are divided by the root of
+    `magnitude_ema`, the moving mean of their squares.
     """
 
     def __init__(

@@ -43,7 +43,8 @@ class Session(NamedTuple):
 def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
     """Open a run of wandb, offline unless WANDB_MODE is set.
 
-    `wandb sync RUN/wandb/offline-*` sends an offline run later.
+    If `run_id` is given, the run with this id is continued. `wandb sync RUN/wandb/offline-*` sends
+    an offline run later.
     """
     import wandb
 
@@ -65,7 +66,8 @@ def _wandb(run: Path, config: Tree, run_id: str | None) -> Session:
 def _trackio(run: Path, config: Tree, run_id: str | None) -> Session:
     """Open a run in trackio's own database (TRACKIO_DIR).
 
-    `trackio show --project duet` shows this database.
+    If `run_id` is given, the run with this name is continued. `trackio show --project duet` shows
+    the database.
     """
     import trackio
 
@@ -157,7 +159,7 @@ class Tracker:
 
 
 class Tracking(Callback):
-    """A callback that sends the rows during training.
+    """A callback that sends the rows of metrics.jsonl to the tracker `name` during training.
 
     An error ends the tracking, but not the training.
     """
@@ -195,9 +197,10 @@ class Tracking(Callback):
 
 
 def callbacks(config: RunConfig, device: torch.device) -> list[Callback]:
-    """Return the callback for `log.tracker` on the main process, or an empty list.
+    """Return a list with the callback for the tracker that `log.tracker` names.
 
-    Raises UserError if the tracker is not installed.
+    The list is empty for "none", and on all ranks but the main one. Raises UserError if the tracker
+    is not installed.
     """
     if config.log.tracker == "none" or not collectives.is_main():
         return []

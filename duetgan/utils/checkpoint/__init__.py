@@ -1,8 +1,8 @@
 """Checkpoints: one file per step, written atomically with a checksum, loaded as plain data only.
 
 For each saved step the folder holds a file (see `file_name`) and its checksum, `.sha256`. last.json
-and best.json name two of the files. docs/checkpoints.md describes the format. A checkpoint consists
-of tensors, numbers, strings, lists and dicts.
+and best.json name the last and the best of the files. docs/checkpoints.md describes the format. A
+checkpoint consists of tensors, numbers, strings, lists and dicts.
 """
 
 import hashlib
@@ -187,7 +187,7 @@ def point(folder: Path, which: str, path: Path, **metadata: object) -> None:
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """Return the content of `<which>.json` (see `point`), or None if it cannot be read."""
+    """Return the content of `<which>.json` (see `point`); None if it is missing or invalid."""
     try:
         entry = json.loads(files.read_file(folder / f"{which}.json", files.CONFIG))
         return entry if find_step(entry["file"]) is not None else None
@@ -212,12 +212,12 @@ def rotate(
 ) -> None:
     """Delete old checkpoints, and leftovers of killed writes (see `sweep`).
 
-    These checkpoints stay: the newest `keep`, the one that best.json names, each `keep_every`-th
-    step, and the steps in `also`.
+    These checkpoints stay: the newest `keep`, the one that best.json names, those whose step is a
+    multiple of `keep_every`, and those of the steps in `also`.
 
     Args:
         until: the step of the latest save. Checkpoints of later steps, which a resume has skipped
-            as damaged, stay and do not count.
+            as damaged, stay and do not count. None: all checkpoints count.
     """
     best = pointer(folder, "best")
     paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
@@ -267,10 +267,11 @@ def forget_after(folder: Path, step: int) -> bool:
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
-    """Verify a checkpoint's checksum and read it onto the CPU with `weights_only=True`.
+    """Read a checkpoint onto the CPU with `weights_only=True`, after a check of its checksum.
 
-    Nothing in the file is executed. Raises UserError if it is missing, and CorruptCheckpoint if it
-    is damaged, holds more than plain data, lacks keys or comes from a newer version.
+    `verify=False` skips the check. Nothing in the file is executed. Raises UserError if it is
+    missing, and CorruptCheckpoint if it is damaged, holds more than plain data, lacks keys or comes
+    from a newer version.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")

@@ -28,7 +28,7 @@ class Generated(Stored):
 
 
 class TrainedOn(Stored):
-    """The images that a run was trained on, beginning with a step.
+    """The images that a run was trained on from a certain step on.
 
     A run has several such entries if its images were replaced (`train.py --new-data`).
     """

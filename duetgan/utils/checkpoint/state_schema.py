@@ -1,7 +1,7 @@
 """Compare the tensors in a checkpoint with a network's, before the network loads them.
 
-The network may be on the meta device. All checks raise `Unfit` or another ValueError that names the
-first key that does not fit.
+The network may be on the meta device. The checks raise `Unfit` or another ValueError that names the
+first invalid key.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ def check_tensor(name: str, value: object) -> Tensor:
     """Return `value` if it is a dense tensor of real numbers in memory.
 
     Raises ValueError otherwise, also for an expanded view, which has more elements than its
-    storage.
+    storage. `name` is the key of the value, for the message.
     """
     if not isinstance(value, Tensor):
         raise Unfit(name, value, "a tensor")
@@ -36,8 +36,9 @@ def check_tensor(name: str, value: object) -> Tensor:
 def check_tensors(name: str, state: object, expected: Mapping[str, Tensor] | None = None) -> None:
     """Check that `state` is a dict from names to dense tensors.
 
-    If `expected` is given, its names, shapes and dtypes must be the same. Raises ValueError; `name`
-    is the key of the state, for the message.
+    If `expected` is given, its names, shapes and dtypes must be the same, except that float32 is
+    accepted by a program whose default dtype is float64. Raises ValueError; `name` is the key of
+    the state, for the message.
     """
     if not isinstance(state, dict):
         raise Unfit(name, state, "a mapping of names to tensors")

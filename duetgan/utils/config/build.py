@@ -29,7 +29,7 @@ def build(
     `check` refuses.
 
     Args:
-        overrides: tokens such as `--section.key value`.
+        overrides: tokens such as `--section.key value`, which override the mapping.
         source: the name of the mapping's origin in messages.
     """
     texts = given_keys(overrides)
@@ -105,7 +105,7 @@ def differences(first: Tree, second: Tree, prefix: str = "") -> dict[str, tuple[
     """Compare two nested mappings.
 
     Returns a dict from each dotted key whose values differ to the pair of values. The value of a
-    missing key is None.
+    missing key is None. `prefix` is put before the keys.
     """
     result: dict[str, tuple[object, object]] = {}
     for key in sorted(first.keys() | second.keys()):

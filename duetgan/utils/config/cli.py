@@ -61,9 +61,10 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
 
 
 class UnknownKey(UserError):
-    """The error for a key that the configuration does not have.
+    """The error for a key `name` that the configuration does not have.
 
-    The message suggests a similar key.
+    The message begins with `source`, a file or the command line, and suggests a similar one of the
+    dotted `keys`.
     """
 
     def __init__(self, source: str, name: str, keys: Sequence[str]) -> None:
@@ -135,8 +136,8 @@ def number(
 ) -> Callable[[str], float]:
     """Return a function that parses an option's number, for `type` of `add_argument`.
 
-    The function returns a finite int or float (`kind`) from `low` to `high`. If `inner`, it refuses
-    these limits themselves.
+    The function returns a finite int or float (`kind`) from `low` to `high`. If `inner` is True, it
+    refuses `low` and `high` themselves.
     """
     words = "a whole number" if kind is int else "a finite number"
     if high < MAX_NUMBER:
@@ -178,7 +179,10 @@ def file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def image_size(text: str) -> int | str:
-    """Parse an option's size in px: the side of a square, or width x height such as 96x64."""
+    """Parse an option's size in px: the side of a square, or width x height such as 96x64.
+
+    Returns an int for a square, else text.
+    """
     if text.isdecimal() and len(text) < 10 and int(text) >= 4:
         return int(text)
     with explained(UserError, lambda error: argparse.ArgumentTypeError(str(error))):

@@ -111,7 +111,7 @@ def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 def format_value(value: object) -> str:
     """Return a value as short text for a message.
 
-    For a list or another object the text is only the name of its type.
+    For a value that is neither a number nor text, such as a list, it is only the name of the type.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -277,7 +277,7 @@ class Config(_Strict):
         return self
 
     def check(self) -> None:
-        """Raise UserError for fields that do not fit each other."""
+        """Raise UserError if fields contradict each other; subclasses override this method."""
 
     def changed(self, **values: object) -> Self:
         """Return a validated copy in which the fields `values` are replaced."""
@@ -285,7 +285,7 @@ class Config(_Strict):
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a configuration, including the sections."""
+    """Yield every dotted key of a configuration, including the sections, each after `prefix`."""
     for name, hint in hints(model).items():
         if name in model.model_fields:
             yield prefix + name

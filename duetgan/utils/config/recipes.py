@@ -15,7 +15,8 @@ def recipe_file(name: str) -> str:
     """Return the path of the file that `--config name` means.
 
     An existing file is returned unchanged. Otherwise both `gan_64` and configs/gan_64.yaml mean the
-    recipe in Duet's own configs/, whatever the current folder is.
+    recipe in Duet's own configs/, whatever the current folder is. Other names are returned
+    unchanged.
     """
     shipped = CONFIGS / Path(name).with_suffix(".yaml").name
     is_recipe = shipped.is_file() or not Path(name).suffix

@@ -30,7 +30,8 @@ class BoundError(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys.
 
-    It also refuses nested or many aliases, which could make a short text a huge document.
+    It also refuses an alias inside an anchor and more than MAX_ALIASES aliases, which could make a
+    short text a huge document.
     """
 
     def __init__(self, text: str) -> None:

@@ -69,7 +69,7 @@ def is_main() -> bool:
 def perform(operation: Callable[[], object]) -> None:
     """Call `operation`, a collective operation of a training step on existing tensors.
 
-    Inside a block of `intercepted` its interceptor is called with `operation` instead.
+    Inside a block of `intercepted`, the interceptor is called with `operation` instead.
     """
     if _interceptor is None:
         operation()
@@ -95,8 +95,8 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
     """Return the device of this process, by default the accelerator if there is one.
 
     An accelerator becomes torch's current device. If `requested` has no index, as in "cuda", each
-    process of this machine gets another accelerator. Raises UserError for a device that does not
-    exist.
+    process of this machine gets a different accelerator. For the CPU, the number of torch's threads
+    is set (`machine.settle`). Raises UserError for a device that does not exist.
 
     Args:
         requested: "cpu", "cuda", "cuda:1" or None.
@@ -180,7 +180,7 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of collective operations.
+    """Set the timeout of collective operations in seconds.
 
     NCCL gets twice the time, because its timeout ends the process without a message. Each step also
     has a control message over gloo, which then fails first.
@@ -222,7 +222,8 @@ def is_peer_error(error: BaseException) -> bool:
 def stop(*, lost: bool = False) -> None:
     """Destroy the process group.
 
-    If `lost`, because another rank is gone, call `leave_threads` instead of destroying it.
+    If `lost` is True, because another rank is gone, the group is not destroyed, and this process
+    will end without clean-up (`leave_threads`).
     """
     global _control, _patient
     if dist.is_initialized():
@@ -239,7 +240,7 @@ def group(device: torch.device) -> Iterator[None]:
     """Join the process group for the block (`start`), and leave it at the end (`stop`).
 
     For work that all ranks do together and that cannot be resumed. Raises TrainingHalted, with exit
-    code 4, for a lost rank.
+    code 4, if a rank is lost.
     """
     lost = True
     try:
@@ -260,9 +261,9 @@ def group(device: torch.device) -> Iterator[None]:
 
 
 def barrier() -> None:
-    """Wait until every rank has called this, for PATIENCE at most.
+    """Wait until every rank has called this function, for PATIENCE at most.
 
-    Raises PeerLost if a rank is gone.
+    Raises PeerLost if a rank is gone (see `watch_while_waiting`).
     """
     if world_size() == 1:
         return
@@ -285,7 +286,10 @@ def barrier() -> None:
 
 
 def all_reduce_max(flag: int) -> int:
-    """Return the largest `flag` of all ranks on every rank, by a control message."""
+    """Return the largest `flag` of all ranks, on every rank.
+
+    The ranks exchange their flags over gloo, without an accelerator.
+    """
     if world_size() == 1:
         return flag
     value = torch.tensor([flag])
@@ -317,7 +321,7 @@ def from_main_process(action: Callable[[], T]) -> T:
 def gather_objects(value: T, *, patient: bool = True) -> list[T]:
     """Return a list of all ranks' `value` (plain data), in order of rank, on every rank.
 
-    If `patient`, first wait for slow ranks beyond the timeout (see `barrier`).
+    If `patient` is True, first wait for slow ranks, longer than the timeout (see `barrier`).
     """
     if world_size() == 1:
         return [value]
@@ -332,7 +336,8 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
     """Call `action()` on every rank. Return the list of results on rank 0, and [] elsewhere.
 
     The list is in order of rank. Results are plain data, with tensors on the CPU. If ranks raise
-    UserError, every rank raises that of the lowest one. A rank that exceeds the timeout is lost.
+    UserError, every rank raises that of the lowest one. A rank that exceeds the timeout counts as
+    lost.
     """
     with raising_together(patient=False):
         result = action()
@@ -344,9 +349,10 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
 
 
 def main_first(action: Callable[[], T]) -> T:
-    """Call `action()`, such as a download, on rank 0 and then on the others; return its result.
+    """Call `action()`, such as a download, on rank 0 and then on the others.
 
-    If ranks raise UserError, every rank raises that of the lowest one.
+    Returns the result of this rank's call. If ranks raise UserError, every rank raises that of the
+    lowest one.
     """
     result: T | None = None
     for turn in (True, False):
@@ -396,9 +402,9 @@ def average_(tensors: Iterable[Tensor]) -> None:
 def by_kind(*lists: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[list[Tensor]]]:
     """Group the tensors of equally long lists by device and dtype.
 
-    Tensors at the same position stay together, in the group of the first list's tensor. Returns a
-    dict from (device, dtype) to the group: one list of tensors for each of `lists`. Each group
-    allows one operation on many tensors.
+    Tensors at the same position of the lists are in the same group; the device and the dtype are
+    those of the tensor in the first list. Returns a dict from (device, dtype) to a group, which has
+    one list of tensors for each of `lists`. Each group allows one operation on many tensors.
     """
     columns: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
@@ -443,10 +449,11 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 
 
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Return a checksum of the tensors of each part, int64 [number of parts] on `device`.
+    """Return a checksum for each part, int64 [number of parts] on `device`.
 
-    A checksum is the sum of the elements' bits, read as integers, modulo 2^64; each tensor has an
-    odd weight. The host does not wait for the device.
+    `parts` is a dict from the name of a part, such as a network, to its tensors. A checksum is the
+    sum of the elements' bits, read as integers, modulo 2^64; the sum of each tensor is multiplied
+    by an odd weight. The host does not wait for the device.
     """
     sums = []
     for tensors in parts.values():
@@ -461,9 +468,9 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 def unequal_ranks(
     parts: Mapping[str, Sequence[Tensor]], device: torch.device
 ) -> dict[str, list[int]]:
-    """Return the parts (see `fingerprints`) whose bits differ between ranks.
+    """Find the parts (see `fingerprints`) whose bits differ between ranks.
 
-    The result is a dict from a part's name to the ranks that differ from the majority. Of two
+    The result is a dict from a part's name to the ranks that differ from the majority. With two
     ranks, rank 1 counts as the different one. All ranks must call this.
     """
     # [ranks, parts]

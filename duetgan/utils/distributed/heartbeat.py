@@ -25,7 +25,7 @@ ORPHAN_EXIT_CODE = 4
 
 
 class Silent(NamedTuple):
-    """A rank that does not answer."""
+    """A rank that is gone, stopped or silent."""
 
     rank: int
     gone: bool  # its process has ended
@@ -128,10 +128,11 @@ def _read(folder: Path, rank: int) -> Sign | None:
 
 
 def _failed(rank: int, sign: Sign | None) -> Silent | None:
-    """Return a Silent if the rank is gone or stopped, judging by its heartbeat file; else None.
+    """Return a Silent if a rank is gone or stopped, else None.
 
-    This is so if the file is missing or announces the rank's end, or if its process on this machine
-    is gone or stopped.
+    `sign` is the content of the rank's heartbeat file; None: there is no valid file. A rank is gone
+    or stopped if it has no file, if the file announces its end, or if its process on this machine
+    is gone or stopped. A rank that has left only because another one was lost does not count.
     """
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")

@@ -75,9 +75,10 @@ def start_processes(
 ) -> int | None:
     """Start the processes that `--gpus` and `--procs` request, and return their exit code.
 
-    Returns None if this process must do the work itself, because only one process is requested, or
-    because a launcher has started this one. This process then sees only the requested GPUs. Raises
-    UserError for an impossible request.
+    Returns None if this process must do the work itself: only one process is requested, or a
+    launcher has started this process. If GPUs are requested, the environment is changed so that
+    this process and those that it starts see only these GPUs. Raises UserError for an impossible
+    request.
 
     Args:
         command: the name of the Duet command that the processes run with the arguments `argv`.
@@ -189,8 +190,7 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes
     """Wait for all children, and return the exit code of the first one that fails, else 0.
 
     After a failure the other children have GRACE_SECONDS to end. If a signal killed the failed
-    child, a message says so, and the code is 4. The code is 3 if the signal was `forwarded` to a
-    child that had not begun to train.
+    child, a message says so. The code is then 3 if this signal is one of `forwarded`, else 4.
     """
     first: tuple[int, int] | None = None  # number and return code of the first failing child
     failed_at = 0.0

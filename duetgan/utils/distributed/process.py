@@ -88,7 +88,7 @@ GONE = (errno.EIO, errno.ENXIO)  # errors of a closed terminal, which nobody rea
 
 
 def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
-    """Call `run_cli` and end this process with its exit code."""
+    """Call `run_cli` and end this process with its exit code; a bug has a traceback and code 1."""
     try:
         code = run_cli(main, argv)
     except Exception:  # a bug in Duet
@@ -100,7 +100,7 @@ def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = N
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """Call `main(argv)` and return the exit code.
 
-    An expected error is printed as one line on stderr; `--debug` adds its traceback.
+    An `Expected` error is printed as one line on stderr; `--debug` adds its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
@@ -255,7 +255,7 @@ def leaving_on_signals() -> contextlib.AbstractContextManager[None]:
 
 
 def python_arguments(command: str, *arguments: str) -> list[str]:
-    """Return Python's arguments for running a Duet command in a new process.
+    """Return the arguments with which Python runs the Duet command `command` in a new process.
 
     The environment of the process must be that of `child_environment`.
     """

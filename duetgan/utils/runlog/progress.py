@@ -40,7 +40,7 @@ class Bar(tqdm):
         super().__init__(iterable, desc, total, disable=disable or not IS_SHOWN.get(), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar, or print a line if the last one was SECONDS_BETWEEN_LINES ago."""
+        """Draw the bar, or print a line if the last one is older than SECONDS_BETWEEN_LINES."""
         if not self._prints_lines:
             super().display(msg, pos)
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:

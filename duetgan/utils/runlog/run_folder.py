@@ -43,7 +43,7 @@ def default_folder(config_file: Path) -> Path:
 
 
 def is_finished(run: Path, max_steps: int | None = None) -> bool:
-    """Return True if a run's training has ended, or has stopped at `max_steps`."""
+    """Return True if a run's training has ended, or has stopped at step `max_steps`."""
     file = run / "status.json"
     if not file.is_file():
         return False
@@ -117,9 +117,10 @@ class RunFolder:
         self._lock = None
 
     def saved_config(self) -> Tree | None:
-        """Return the config of the run in the folder, or None for an empty folder.
+        """Return the config of the run in the folder, or None if it holds no run.
 
-        Raises UserError if the folder holds other things.
+        Raises UserError if a folder without a run holds files, except hidden ones and the results
+        of a learning rate search.
         """
         config = self.path / "config.yaml"
         if config.is_file():
@@ -165,7 +166,7 @@ class RunFolder:
     def save_config(self, config: Tree, data: Mapping[str, object] | None = None) -> None:
         """Write the resolved `config` to config.yaml, which train.py accepts.
 
-        If `data` is given, which describes the run's images, write it to data.json.
+        If `data` is given, a description of the run's images, it is written to data.json.
         """
         save_yaml(config, self.path / "config.yaml")
         if data is not None:

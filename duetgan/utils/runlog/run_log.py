@@ -110,7 +110,8 @@ def _excepthook(args: threading.ExceptHookArgs) -> None:
 class RunLog:
     """The log of a run: `metrics.jsonl`, TensorBoard events and the progress bar.
 
-    `metrics.jsonl` has a row, a JSON object, for each step whose metrics are logged.
+    `metrics.jsonl` has a row, a JSON object, for each step whose metrics are logged. If `active` is
+    False, as on all ranks but 0, nothing is logged.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class RunLog:
         """Start logging at `step` of `total` steps (None: the previous number).
 
         Rows after `step` are deleted; a run that was killed some time after its checkpoint leaves
-        such rows. If `going_on`, partial rows (see `metrics`) are deleted too.
+        such rows. `going_on` is True if training continues; then partial rows (see `metrics`) are
+        deleted too.
         """
         self._total = total or self._total
         if not self._active:
