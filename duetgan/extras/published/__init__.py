@@ -1,5 +1,3 @@
-"""Published classifiers of other programs as checkpoints: `torchvision:NAME`, `timm:NAME`, or
-files.
-"""
+"""Read published classifiers as checkpoints: `torchvision:NAME`, `timm:NAME`, or files."""
 
 ATTACHES = {"duetgan.models.restore": "duetgan.extras.published.classifiers"}

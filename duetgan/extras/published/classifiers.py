@@ -75,8 +75,8 @@ def _ready_made(source: str) -> Checkpoint:
 def _hub_config(path: Path) -> tuple[str | None, list[object]]:
     """Return the network's name and the class names from timm's config.json.
 
-    The file must lie next to `path`, a model.safetensors; without it, the result is None and [].
-    Raises UserError if the file's normalisation of images is not that of the network.
+    The file must lie next to the weights file `path`; without it, the result is None and []. Raises
+    UserError if the file's normalisation of images is not that of the network.
     """
     config_path = path.with_name("config.json")
     if path.name not in HUB_WEIGHTS or not config_path.is_file():

@@ -91,7 +91,7 @@ def _brightness(image: np.ndarray, increase: float, _seed: int, _index: int) -> 
 
 
 def _contrast(image: np.ndarray, factor: float, _seed: int, _index: int) -> np.ndarray:
-    """Multiply every value's difference from its channel's mean by the factor."""
+    """Multiply every value's difference from its channel's mean by `factor`."""
     mean = image.mean((1, 2), keepdims=True)
     return _as_bytes(mean + factor * (image - mean))
 

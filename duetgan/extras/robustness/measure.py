@@ -58,7 +58,8 @@ def corrupted_hits(
 ) -> Tensor:
     """Return the number of correct predictions on corrupted images, int64 [corruptions, STRENGTHS].
 
-    Rows are in the order of CORRUPTIONS. All ranks must call this; all but rank 0 get zeros.
+    `records` are the indices of the images. Rows are in the order of CORRUPTIONS. All ranks must
+    call this; all but rank 0 get zeros.
     """
 
     def work(rows: range) -> Tensor:

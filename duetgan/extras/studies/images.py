@@ -257,8 +257,7 @@ def divide(
 
 
 def _limits(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
-    """Return two lists: each class's number of held-out images, and its limit of training images.
-    """
+    """Return two lists: each class's number of held-out images, and its limit for training."""
     held_out = [max(1, round(data.held_out * count)) for count in counts]
     not_held_back = [int((1 - data.held_back) * count) for count in counts]
     return held_out, np.subtract(not_held_back, held_out).tolist()

@@ -88,7 +88,10 @@ GONE = (errno.EIO, errno.ENXIO)  # errors of a closed terminal, which nobody rea
 
 
 def exit_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> NoReturn:
-    """Call `run_cli` and end this process with its exit code; a bug has a traceback and code 1."""
+    """Call `run_cli` and end this process with its exit code.
+
+    After an unexpected exception, a bug in Duet, print the traceback and use exit code 1.
+    """
     try:
         code = run_cli(main, argv)
     except Exception:  # a bug in Duet
