@@ -163,8 +163,8 @@ def samples(run: Run) -> list[Picture]:
 def picture(path: Path, caption: str) -> Picture:
     """Read an image file, and return its caption and its `address`, a data URL.
 
-    A large image is shrunk and stored as JPEG. If the file cannot be read, the caption is the error
-    and the address is empty.
+    An image that is large, or neither PNG nor JPEG, is shrunk and stored as JPEG. If the file
+    cannot be read, the caption is the error and the address is empty.
     """
     try:
         content = files.read_file(path, files.IMAGE)

@@ -44,7 +44,7 @@ def chart_of(key: str) -> str:
     """Return the title of the chart that shows the curve of `key`, a key of metrics.jsonl.
 
     Keys with the same title share a chart. For example, `val/accuracy` and `accuracy/train` share
-    one, and all `logits/...` share another.
+    one, and `loss/generator` and `loss/discriminator` share another.
     """
     first, _, name = key.partition("/")
     title = first

@@ -69,8 +69,9 @@ class StoppedBySignal(Expected):
 
 
 class TrainingHalted(Expected, RuntimeError):
-    """Training cannot continue: too many non-finite values, a lost rank, no memory, or a full disk.
+    """The error for a training that cannot continue.
 
+    Reasons are, for example, too many non-finite values, a lost rank, no memory, or a full disk.
     The last checkpoint is intact.
     """
 

@@ -80,7 +80,7 @@ def total_bytes(device: "torch.device", *, several: bool = False) -> int:
     """Return the total memory of `device` in bytes.
 
     For the CPU this is the memory of the machine, or of the container if that is less. For an
-    accelerator, `several` adds up the memory of all accelerators that this process sees.
+    accelerator, `several=True` returns the sum over all accelerators that this process sees.
     """
     if device.type != "cpu":
         import torch
@@ -260,8 +260,8 @@ def max_threads() -> int:
 def is_adjustable() -> bool:
     """Return True unless OMP_NUM_THREADS is set or several ranks share this machine.
 
-    Only then may Duet change the number of threads: each of several ranks would take the other
-    ranks for other programs.
+    Only then may Duet change the number of threads. Each of several ranks would otherwise count the
+    other ranks as other programs.
     """
     return THREADS_VARIABLE not in os.environ and local_processes() == 1
 

@@ -39,7 +39,7 @@ class Block:
 class DevicePart:
     """The consecutive blocks on one device.
 
-    Its text is, for example, `cuda:0: stem to layer3.1, about 1.25 GiB`.
+    `str` returns, for example, `cuda:0: stem to layer3.1, about 1.25 GiB`.
     """
 
     device: torch.device
@@ -224,7 +224,7 @@ def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[
 
 
 def place_parts(model: Classifier, config: ClassifierConfig, device: torch.device) -> None:
-    """Split the model over the devices of this process (see `place`); set `model.parts`."""
+    """Split the model over the devices of this process, and set `model.parts` (see `place`)."""
     model.parts = place(
         model,
         collectives.own_devices(device),

@@ -27,8 +27,8 @@ NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 class Place(NamedTuple):
     """The counterpart of one of our tensors in another program's network.
 
-    `name` is the counterpart's name. Its shape differs from ours only in dimensions of size 1:
-    `ours[view]` has the counterpart's shape.
+    `name` is the counterpart's name. Its shape differs from ours only in dimensions of size 1: if
+    `ours` is our tensor, `ours[view]` has the counterpart's shape.
     """
 
     name: str

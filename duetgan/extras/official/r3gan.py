@@ -57,10 +57,11 @@ def convert(content: Tree) -> Converted:
 def _place(is_discriminator: bool, last: int, blocks: int, name: str) -> Place:
     """Return the `Place` of our tensor `name`.
 
-    `last` is the index of the last stage, `blocks` the number of blocks per stage. In both
-    generators, a stage begins with the layer that changes the width. In R3GAN's discriminator, this
-    layer ends a stage; in ours, it begins the next one. The layers at 4 px, basis and linear, are
-    placed in the same way.
+    `last` is the index of the last stage, `blocks` the number of blocks per stage. In the
+    generators of both programs, a stage begins with the layer that changes the width. In R3GAN's
+    discriminator, this layer ends a stage; in ours, it begins the next one. The layers for 4 px,
+    basis and linear, begin R3GAN's first stage in a generator, and end its last stage in a
+    discriminator.
     """
     edge = f"{MAIN}.{last}.Layers.{blocks}" if is_discriminator else f"{MAIN}.0.Layers.0"
     if name == "basis":

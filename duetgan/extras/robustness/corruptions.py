@@ -30,16 +30,16 @@ It returns the corrupted image.
 
 @dataclass(frozen=True)
 class Corruption:
-    """A kind of corruption, such as a blur, and its parameter at each strength."""
+    """A kind of corruption, such as a blur, and its amount at each strength."""
 
-    amounts: Sequence[float]  # the parameter at each strength for images of SIDE px, weakest first
+    amounts: Sequence[float]  # the amount at each strength for images of SIDE px, weakest first
     unit: str  # unit of the amounts
     power: float  # amounts scale with (side / SIDE) ** power
     corrupt: Corrupt
     largest: float = math.inf  # limit of the scaled amount
 
     def amount(self, strength: int, side: int) -> float:
-        """Return the parameter of the corruption, such as the width of a blur, for a strength.
+        """Return the amount of the corruption, such as the width of a blur, at a strength.
 
         `strength` is 1 to 5; `side` is the shorter side of the images in px.
         """

@@ -81,7 +81,7 @@ SESSIONS: dict[str, Open] = {"wandb": _wandb, "trackio": _trackio}
 
 
 class Sent(Stored):
-    """The state of a run in a tracker, which has all rows up to `step`."""
+    """The state of a run in a tracker: its id there, and the last step whose rows were sent."""
 
     id: str  # the tracker's id of the run
     step: NonNegativeInt  # the last step that the tracker has

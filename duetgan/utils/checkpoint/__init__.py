@@ -47,7 +47,7 @@ class Shape(Stored):
 
 
 class Data(Stored):
-    """The training images' hash, number and resize filter."""
+    """The hash, number, resize filter and history of the training images."""
 
     content_hash: str = ""
     count: Count = 0

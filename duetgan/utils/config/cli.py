@@ -63,8 +63,8 @@ def entry(registry: Mapping[str, T], name: str, kind: str, *additional: str) -> 
 class UnknownKey(UserError):
     """The error for a key `name` that the configuration does not have.
 
-    The message begins with `source`, a file or the command line, and suggests a similar one of the
-    dotted `keys`.
+    The message begins with `source`, a file or the command line, and suggests the most similar of
+    `keys`, the valid dotted keys.
     """
 
     def __init__(self, source: str, name: str, keys: Sequence[str]) -> None:

@@ -111,7 +111,8 @@ def section_at(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 def format_value(value: object) -> str:
     """Return a value as short text for a message.
 
-    For a value that is neither a number nor text, such as a list, it is only the name of the type.
+    The text shows numbers, text, bytes, bools and None. For any other value, such as a list, it is
+    only the name of the type.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

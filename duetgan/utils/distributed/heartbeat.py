@@ -39,9 +39,9 @@ class Heartbeat:
 
     Args:
         parent: the process id of the launcher, or None. If the launcher is killed (kill -9 of
-            torchrun) and this process gets another parent, the thread ends this process at once,
-            without saving. Otherwise it would train on. Only temporary files can be incomplete
-            then.
+            torchrun), this process gets another parent and would train on. Therefore the thread
+            ends this process at once, without saving. This can leave only temporary files
+            incomplete.
     """
 
     def __init__(

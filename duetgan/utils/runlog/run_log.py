@@ -21,7 +21,7 @@ Metrics = dict[str, float | int]
 
 
 def say(message: str) -> None:
-    """Print a line for people on stderr, above the progress bar. Results go to stdout."""
+    """Print a line for people on stderr, above the progress bar. Results go to stdout instead."""
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
 
@@ -228,9 +228,9 @@ class RunLog:
 
 
 def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
-    """Delete rows of the metrics.jsonl at `path`.
+    """Delete the rows after `step` from the metrics.jsonl at `path`.
 
-    These are rows after `step`, incomplete lines and, if `partial`, partial rows.
+    Also deletes incomplete lines and, if `partial` is True, partial rows (see `RunLog.metrics`).
     """
     if not path.is_file():
         return
