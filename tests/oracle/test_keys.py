@@ -174,8 +174,6 @@ CLASSIFIER: dict[str, tuple[Any, str] | tuple[Any, str, dict[str, Any]]] = {
     **{"unlabelled.threshold": (1.0, "sure"), "unlabelled.adaptive": (False, "unlabelled")},
     **{"finetune.layer_decay": (0.2, "fine-tuning"), "finetune.layer_decay_by": ("block", "stages")},
 }
-WATCHED = ("patience", "margin_high", "diversity_fall", "norm_factor", "memorised")
-GAN_ELSEWHERE |= {f"watch.{key}": "a warning, which no test gives another threshold yet" for key in WATCHED}
 SHARED = {"path": "synthetic.lmdb", "share": 0.4}
 RANDOM = {"crop": "random"}
 MIXING = {"mixup": 0.7, "cutmix": 1.0}

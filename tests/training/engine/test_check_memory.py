@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from duetgan.commands.train import main
+from duetgan.training.base.task import Outline
 from duetgan.training.engine import preflight
 from duetgan.training.engine.health import explain
 from duetgan.training.engine.tasks import TASKS, build_run_config
@@ -23,14 +24,17 @@ CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))
 
 
-def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32) -> None:
-    """`check_memory` on a machine of so much memory."""
+def check(tree: Mapping[str, Any], *, memory: int, processes: int = 1, resolution: int = 32) -> Outline:
+    """`check_memory` on a machine with `memory` bytes and as many processes; returns the outline."""
     config = build_run_config(dict(tree), [], "x.yaml")
     shape = {"channels": 3, "classes": 10, "resolution": resolution}
     outline = partial(TASKS[config.task].task.outline, config, shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "total_bytes", lambda *_, **__: int(gib * 2**30))
+        patch.setattr(preflight, "total_bytes", lambda *_, **__: memory)
+        patch.setattr(preflight, "local_processes", lambda: processes)
         preflight.check_memory(config, outline, CPU)
+    with torch.device("meta"):
+        return outline()
 
 
 @pytest.mark.parametrize(
@@ -58,14 +62,23 @@ def test_no_machine_has_so_many_processes():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_fit_where_they_are_meant_for(recipe):
     tree = read_yaml(Path("configs") / f"{recipe}.yaml")
-    check(tree, gib=16, resolution=tree.get("data", {}).get("resolution") or 32)
+    check(tree, memory=16 * 2**30, resolution=tree.get("data", {}).get("resolution") or 32)
 
 
-def test_weights_count_with_what_belongs_to_them():
+@pytest.mark.parametrize("processes", [1, 3])
+def test_weights_count_with_what_belongs_to_them(processes):
     tree = {"task": "gan", "generator": {"z_dim": 500_000}}  # its first layer: 0.95 GiB
-    check(tree, gib=6)
-    with pytest.raises(UserError, match=r"^generator: its weights and what belongs to each need 4\.\d GiB or more"):
-        check(tree, gib=3.5)
+    networks = check(tree, memory=2**40)
+    copies = {"generator": 4, "discriminator": 3}  # weights, gradients, moments (D's first one is 0); an average
+    assert {name: count for name, (_, count) in networks.items()} == copies
+    least = sum(4 * copies[name] * p.numel() for name, (network, _) in networks.items() for p in network.parameters())
+    check(tree, memory=least * processes, processes=processes)
+    with pytest.raises(UserError) as refused:
+        check(tree, memory=least * processes - 1, processes=processes)
+    assert str(refused.value) == (
+        f"generator: its weights and what belongs to each need {least / 2**30:.1f} GiB or more, but this machine has "
+        f"{least / 2**30:.1f} GiB for a process: make the sizes in this section of the config smaller"
+    )
 
 
 def test_a_fault_of_a_network_is_not_called_a_want_of_memory():

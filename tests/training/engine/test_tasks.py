@@ -38,6 +38,17 @@ def test_n10_epochs_become_updates_of_the_images_and_the_batch(recipe, epoch):
     assert config.optimizer.milestones == [round(4 * epoch), round(9 * epoch), 5000]
     config = build_run_config(tree, ["--optimizer.milestones", "[]", "--optimizer.step-every", "3ep"], "recipe")
     assert config.optimizer.step_every == round(3 * epoch)
+    assert build_run_config(tree, ["--steps", "0.01ep"], "recipe").steps == 1
+
+
+def test_n10_epochs_need_batches_of_one_size(recipe, epoch):
+    def steps(first: int) -> int:
+        tree = {"task": "gan", "batch_size": 20, "steps": "2ep", "data": read_yaml(recipe)["data"]}
+        return build_run_config(tree | {"progressive": {"start": 8, "batch_sizes": {8: first}}}, [], "recipe").steps
+
+    assert steps(20) == 2 * epoch
+    with pytest.raises(UserError, match="lengths in epochs need batches of one size"):
+        steps(40)
 
 
 @pytest.mark.parametrize("text", ["90 ep", "ep", "-1ep", "x1ep", "1e9ep", "1epoch", "1.ep", "9999999999ep"])

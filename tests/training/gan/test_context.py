@@ -1,19 +1,25 @@
 """What a GAN's step is given, and the head that names classes."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.packing.records import pack_arrays
 from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.training.gan import evaluation
 from duetgan.training.gan.batch import StepSlice
 from duetgan.training.gan.draws import GanDraws
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.distributed.worker import GAN
+from tests.end_to_end.test_kinds import spec_of
+from tests.end_to_end.test_kinds_commands import pack
 from tests.training.gan.test_steps import Run, folder, same, state  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
@@ -113,8 +119,12 @@ def test_labels_are_as_frequent_as_in_the_data_and_wrong_ones_never_true(model):
     offsets = Draws(model).label_offsets(3, 2000)
     assert torch.bincount(offsets, minlength=3)[0] == 0  # never the true label
     assert torch.bincount(offsets).tolist()[1:] == pytest.approx([1000, 1000], abs=120)
-    assert torch.equal(Draws(model).label_offsets(3, 2000), offsets)
-    assert not torch.equal(Draws(model).label_offsets(4, 2000), offsets)
+    weights = Draws(model).interpolation_weights(3, 2000)
+    assert 0 <= weights.min() < 0.01
+    assert 0.99 < weights.max() < 1
+    for name, values in (("label_offsets", offsets), ("interpolation_weights", weights)):
+        for seed, step, same_key in ((0, 3, True), (0, 4, False), (1, 3, False)):
+            assert torch.equal(getattr(Draws(model, seed=seed), name)(step, 2000), values) == same_key, name
 
 
 def test_the_head_leaves_the_networks_beginnings_alone(folder):  # noqa: F811
@@ -132,7 +142,46 @@ def test_the_head_leaves_the_networks_beginnings_alone(folder):  # noqa: F811
     assert same(state(discriminator_from(content)), content["state"]["discriminator"])
 
 
-def test_images_without_classes_are_refused(tmp_path):
-    pack_arrays(tmp_path / "data.lmdb", np.zeros((16, 1, 16, 16), np.uint8))
-    with pytest.raises(UserError, match=r"loss\.auxiliary_weight needs images of two classes"):
+@pytest.mark.parametrize("classes", [[], ["a"], ["a", "b"]])
+def test_losses_of_labels_need_two_classes(tmp_path, classes):
+    images = np.random.default_rng(0).integers(0, 256, (16, 1, 16, 16), dtype=np.uint8)
+    labels = np.arange(16) % len(classes) if classes else None
+    pack_arrays(tmp_path / "data.lmdb", images, labels=labels, classes=classes)
+    refusal = pytest.raises(UserError, match=r"loss\.auxiliary_weight needs images of two classes")
+    with nullcontext() if len(classes) == 2 else refusal:
         Run(tmp_path, GAN, loss={"auxiliary_weight": 1.0, "mismatch_weight": 0.0})
+    states = []
+    for weight in (0.0, 0.5):
+        run = Run(tmp_path, GAN, loss={"mismatch_weight": weight})
+        run.step()
+        states.append(state(run.task.discriminator))
+    assert same(*states) == (len(classes) < 2)
+
+
+def test_images_of_16_bits_with_transparency_are_augmented_as_such(tmp_path):
+    spec = spec_of(4, alpha=True, depth="uint16", side=16)
+    pack(tmp_path / "data.lmdb", spec, 16, 0)
+    run = Run(tmp_path, GAN, ada={"mode": "fixed", "p": 0.5})
+    context, batch = run.task.context, next(run.loader)
+    assert (context.ada.channels, context.ada.alpha) == (4, True)
+    key: dict[str, Any] = {"seed": GAN["seed"], "step": 2, "start": 0, "global_batch": 8, "phase": "x"}
+    expected = draw_and_apply(spec.to_float(batch.images), context.config.augment, **key)
+    (found,) = context.reals(batch, run.task._slice(2), "x")
+    assert torch.equal(found.images, expected)
+    assert torch.equal(found.labels, batch.labels)
+
+
+@pytest.mark.parametrize(("labels", "rows", "columns"), [(0, 8, 8), (3, 3, 10), (23, 20, 10)])
+def test_a_grid_has_a_row_of_samples_for_each_label(labels, rows, columns, monkeypatch):
+    shown: dict[str, Any] = {}
+    model: Any = SimpleNamespace(num_labels=labels, conditions=lambda numbers: numbers + 100, spec="spec")
+    monkeypatch.setattr(evaluation, "generate", lambda *given, **options: shown.update(options) or given)
+    monkeypatch.setattr(evaluation, "grid", lambda *given, **options: (given, options))
+    run: Any = SimpleNamespace(config=SimpleNamespace(seed=5))
+    expected = (((model,),), {"columns": columns, "spec": "spec"})
+    assert evaluation.GanEvaluation.sample_grid(run, model) == expected
+    drawn = shown.pop("labels")
+    assert shown == {"indices": range(rows * columns), "seed": 5}
+    assert (None if drawn is None else drawn.tolist()) == (
+        [100 + row for row in range(rows) for _ in range(columns)] if labels else None
+    )

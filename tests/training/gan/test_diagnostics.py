@@ -1,6 +1,7 @@
 """What the watch says of healthy and of failing trainings: real curves in short, and simulated ones."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -98,7 +99,6 @@ BLIND = {"logits__real": 0.01, "logits__fake": 0.0}
 TOO_LARGE = BLIND | {"logits__real": -0.09, "logits__fake": -0.1, "logits__real_sign": -0.9}
 TOO_LARGE |= {"loss__discriminator": 1.45}  # as a real run with gamma 1000: margin 0.01, loss at 2 ln 2 and above
 SURE = {"logits__real": 2.0, "logits__fake": -2.0, "logits__real_sign": 1.1}
-COPIED = {"memorised__pixels": 0.08, "memorised_p__pixels": 1e-9}
 LARGE = {"margin_of": lambda step: step / 1500}
 # a real run with gamma 0: distances rise again while the discriminator gains
 WORSE = judged(lambda step: 0.9 - step / 5000 if step <= 1500 else 0.6 * 1.3, 0.37)
@@ -110,11 +110,9 @@ TOLD: dict[str, Any] = {
     "nothing while warming up, then at once": (3000, always(**BLIND), None,
         ("cannot tell real", "lower loss.r1_gamma"), [1250], LATE),  # 40 thousand images
     "gamma too large": (2000, always(**TOO_LARGE), improving, ("cannot tell real", "1.39 is chance level")),
-    "gamma too large, of pairs": (2000, always(**TOO_LARGE), None,
-        ("cannot tell real", "0.693 is chance level"), None, RELATIVISTIC),
     # both losses at ln 2 from step 3,000 on, as a real run
     "a discriminator that dies": (4500, lambda step: BLIND if step > 3000 else {"logits__real": 1.5}, None,
-        ("cannot tell real", "has died. Try: go back"), range(3300, 4100), RELATIVISTIC),
+        ("cannot tell real", "0.693 is chance level", "has died. Try: go back"), range(3300, 4100), RELATIVISTIC),
     # margin 8 at step 800, seen in the mean a little later
     "gamma too small by the margin": (2000, always(lambda step: step / 200, loss__discriminator=0.02), None,
         ("runs away", "D(real) - D(fake) is", "gamma is too small", "raise loss.r1_gamma"), range(801, 1100)),
@@ -125,36 +123,20 @@ TOLD: dict[str, Any] = {
     "overfitting by held-out logits": (6000, None,
         judged(logits__held_out=lambda step: 0.6 - step / 4000, logits__real=0.6, logits__fake=-0.7),
         ("overfits", "held-out images are", "ada.mode to adaptive"), [3500]),
-    "overfitting by the sign where nothing is held out": (2000, always(**SURE), None,
-        ("overfits", "of the training images real")),
     "an overfitting discriminator that runs away": (4000, always(lambda step: step / 500),
         judged(lambda step: 0.1 * max(1, step / 1000), logits__held_out=lambda step: -step / 500), ("overfits",)),
     # the first evaluation could still be on its way down
     "mode collapse": (3000, None, judged(1.0, 0.15), ("collapses", "15% of the variety"), [1000]),
-    # no excuse counts; the end of the warm-up
-    "total collapse": (1000, None, judged(lambda step: 100 / step, 0.05), ("collapses",), [650]),
-    "variety that falls": (4000, None,
-        judged(lambda step: 0.1 if step < 2000 else 0.14, lambda step: 0.7 if step < 2000 else 0.4),
-        ("collapses", "40%", "best was 70%"), [2000]),
-    "augmentation at its end": (6000, lambda step: {"ada__p": min(1.0, step / 1000) * 1.3}, None,
-        ("augmentation probability stands at", "more data", "--init-from"), range(2500)),
-    "memorisation": (3000, None, judged(**COPIED),
-        ("copies training images", "8% of the samples", "neighbours.png"), [1000]),
 }  # fmt: skip
 SILENT: dict[str, Any] = {
     "a healthy margin where no margin counts as blind": (2000, None, None, (), None,
         {"config": WatchConfig(margin_low=(-1.0, -1.0))}),
     "noise near the floor": (20_000, None, noisy),
-    "a distance of 1.2 times the best": (4000, always(**LARGE), judged(lambda step: 0.6 if step <= 1500 else 0.72)),
     "worse, but the discriminator gains nothing: noise, or a new stage": (4000, None, WORSE),
     "the sign, of pairs": (2000, always(**SURE), None, (), None, RELATIVISTIC),
     "a held-out logit overrules the sign": (2000, always(**SURE), judged(logits__held_out=1.9)),
     "an early generator gets better from there": (4000, None, judged(lambda step: 100 / step, 0.15)),
-    "varied because it was noise, and getting better": (4000, None,
-        judged(lambda step: 100 / step, lambda step: 0.9 if step < 1000 else 0.45)),
     "one spike": (4000, lambda step: {"gradient_norm__generator": 500.0 if step == 3000 else 10.0}, None),
-    "copies once": (5000, None, judged(memorised__pixels=lambda step: 0.08 if step == 2000 else 0.01,
-        memorised_p__pixels=lambda step: 1e-9 if step == 2000 else 0.5)),
     "evaluations that do not agree in a row": (8000, None, judged(
         memorised__pixels=0.05, memorised_p__pixels=lambda step: 0.02 if step % 1000 else 1e-4,
         logits__real=1.0, logits__fake=-1.0, logits__held_out=lambda step: 0.2 if step % 1000 else -0.5)),
@@ -169,15 +151,102 @@ def test_what_is_said(case):
     assert (only(said, *words) in (at or range(steps + 1))) if words else said == []
 
 
-def test_held_out_logits_stand_against_those_of_the_log_where_an_evaluation_has_no_others():
-    watch = Watch(WatchConfig())
-    run(watch, 0, 1000, None, lambda _: evaluation(logits__held_out=-0.05))
-    real, fake = watch.means["logits/real"], watch.means["logits/fake"]
-    assert watch.figures["overfit"] == pytest.approx((real + 0.05) / (real - fake))
-    assert watch.figures["overfit"] == pytest.approx(0.5, abs=0.06)
-    blind = Watch(WatchConfig())
-    run(blind, 0, 1000, lambda _: {"logits__real": 0.1, "logits__fake": -0.1}, lambda _: evaluation(logits__held_out=9))
-    assert "overfit" not in blind.figures
+NORM = "gradient_norm/generator"
+# thresholds none of which is the default
+ODD = WatchConfig(
+    **{"overfit": (0.6, 0.4), "sign": (0.7, 0.5), "margin_high": (6.0, 3.0), "margin_low": (0.2, 0.4), "worse": 1.5},
+    **{"diversity": (0.3, 0.5), "diversity_fall": 0.5, "ada": (0.8, 0.6), "norm_factor": 4.0, "patience": 3},
+    memorised=(0.01, 0.02),
+)
+# the best distance had the margin 2, the last is twice as large
+RISEN = {"margin at best": 2.0, "best": 1.0, "distance": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "key", "appears", "clears"),
+    [
+        ("overfit", "means", "logits/real_sign", 0.7, 0.5),
+        ("runs away", "means", "logits/margin", 6.0, 3.0),
+        ("blind", "means", "logits/low_margin", 0.2, 0.4),
+        ("collapse", "figures", "diversity", 0.3, 0.5),
+        ("ada", "means", "ada/p", 0.8, 0.6),
+        (f"exploding {NORM}", "norms", f"fast/{NORM}", math.log(4), math.log(2)),
+        (f"vanishing {NORM}", "norms", f"slow/{NORM}", math.log(4), math.log(2)),
+    ],
+)
+def test_a_failure_shows_beyond_one_threshold_and_is_gone_beyond_the_other(name, place, key, appears, clears):
+    step = math.copysign(1e-9, appears - clears)
+    for value, shows in ((appears + step, True), (appears, None), (clears, None), (clears - step, False)):
+        watch = Watch(ODD)
+        watch.norms = {f"fast/{NORM}": 0.0, f"slow/{NORM}": 0.0}
+        getattr(watch, place)[key] = value
+        assert {finding.name: finding.shows for finding in watch._findings()}[name] is shows, value
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "streaks", "means", "shows"),
+    [
+        ("memorised", {"chance": 0.5}, {"memorised": 3}, {}, True),
+        ("memorised", {"chance": 0.02}, {"memorised": 2}, {}, None),
+        ("memorised", {"chance": 0.021}, {}, {}, False),
+        ("overfit", {"overfit": 0.1}, {"overfit": 3}, {}, True),
+        ("overfit", {"overfit": 0.4}, {"overfit": 2}, {}, None),
+        ("overfit", {"overfit": 0.39}, {}, {"logits/real_sign": 1.0}, False),
+        ("collapse", {"diversity": 0.149, "fell": 1.0}, {}, {}, True),
+        ("collapse", {"diversity": 0.15, "fell": 1.0}, {}, {}, None),
+        ("collapse", {"diversity": 0.39, "best diversity": 0.8}, {"worse": 1}, {}, True),
+        ("collapse", {"diversity": 0.4, "best diversity": 0.8}, {"worse": 1}, {}, None),
+        ("collapse", {"diversity": 0.39, "best diversity": 0.8}, {}, {}, None),
+        ("runs away", RISEN, {"worse": 3}, {"logits/margin": 2.3}, True),
+        ("runs away", RISEN, {"worse": 3}, {"logits/margin": 2.2}, None),
+        ("runs away", RISEN, {"worse": 2}, {"logits/margin": 2.3}, None),
+        ("runs away", RISEN, {}, {"logits/margin": 2.3}, False),
+    ],
+)
+def test_what_evaluations_show(name, figures, streaks, means, shows):
+    watch = Watch(ODD)
+    watch.figures, watch.streaks, watch.means = dict(figures), streaks, means
+    assert {finding.name: finding.shows for finding in watch._findings()}[name] is shows
+
+
+def test_what_the_watch_keeps_of_evaluations():
+    watch = Watch(ODD)
+    watch.means = {"logits/margin": 5.0, "logits/real": 3.0, "logits/fake": 0.5}
+    watch.observe(1, evaluation(1.0, 0.8, logits__held_out=1.5))
+    first = {"fell": 1.0, "best": 1.0, "margin at best": 5.0, "distance": 1.0}
+    assert watch.figures == first | {"diversity": 0.8, "best diversity": 0.8, "overfit": 0.6}
+    assert watch.streaks == {"worse": 0, "overfit": 1}
+    watch.means["logits/margin"] = 4.0
+    # a margin of ten times the lower threshold is too small for the logits to count
+    logits = {"logits__held_out": 0.0, "logits__real": 2.5, "logits__fake": 0.5}
+    watch.observe(2, evaluation(0.98, 0.5, memorised__pixels=0.05, memorised_p__pixels=0.01, **logits))
+    second = {"fell": 0.0, "best": 0.98, "margin at best": 4.0, "distance": 0.98, "diversity": 0.5}
+    second |= {"best diversity": 0.8, "overfit": 0.6, "memorised": 0.05, "chance": 0.01}
+    assert watch.figures == second
+    assert watch.streaks == {"worse": 0, "overfit": 1, "memorised": 1}
+    for distance, streak in ((1.5 * 0.98, 0), (1.5 * 0.98 + 1e-9, 1), (1.44, 0)):
+        watch.observe(3, {"val/frechet/pixels": distance})
+        assert watch.streaks["worse"] == streak
+    assert (watch.figures["fell"], watch.figures["best"]) == (1.0, 0.98)
+
+
+def test_messages_name_the_numbers_that_were_judged():
+    watch = Watch(ODD)
+    watch.norms = {f"fast/{NORM}": math.log(50), f"slow/{NORM}": math.log(3)}
+    watch.means = {"logits/margin": 7.3, "logits/low_margin": 0.13, "loss/discriminator": 1.21, "ada/p": 0.87}
+    watch.figures = RISEN | {"overfit": 0.45, "diversity": 0.12, "best diversity": 0.83, "memorised": 0.07}
+    watch.streaks["worse"] = 3
+    found = {}
+    for finding in watch._findings():
+        found[finding.name] = re.findall(r"[\d.]*\d%?", finding.message.partition(". Try: ")[0])
+    assert found == {
+        **{"overfit": ["45%"], "runs away": ["7.3", "1", "2"], "blind": ["0.13", "1.21", "1.39"]},
+        **{"collapse": ["12%", "83%"], "ada": ["0.87"], "memorised": ["7%", "1"]},
+        **{f"exploding {NORM}": ["50", "3"], f"vanishing {NORM}": ["50", "3"]},
+    }
+    watch = Watch(ODD)
+    watch.means["logits/real_sign"] = 0.5
+    assert "it calls 75% of the training images real" in next(watch._findings()).message
 
 
 @pytest.mark.parametrize(("factor", "word"), [(100.0, "explodes"), (0.01, "vanishes")])
@@ -206,11 +275,14 @@ def test_a_warning_comes_again_only_after_recovery():
 
 def test_the_means_have_their_half_life_in_images():
     watch = Watch(WatchConfig(memory=0.25))
-    watch.observe(1, {"images": 1000, "logits/real": 0.0, "logits/fake": 0.0})
-    watch.observe(2, {"images": 1100, "logits/real": 4.0, "logits/fake": 1.0})
-    keep = 0.5 ** (100 / (0.25 * 1100))
+    watch.observe(1, {"images": 1000, "logits/real": 0.0, "logits/fake": 0.0, NORM: 1.0})
+    watch.observe(2, {"images": 1020, "logits/real": 4.0, "logits/fake": 1.0, NORM: math.exp(3.0)})
+    keep, fast, slow = (0.5 ** (20 / (memory * 1020)) for memory in (0.25, 0.05, 0.625))
     assert watch.means["logits/margin"] == pytest.approx(3 * (1 - keep), rel=1e-12)
     assert watch.means["logits/fake"] == pytest.approx(1 - keep, rel=1e-12)
+    assert watch.means["logits/low_margin"] == pytest.approx(0.3 * (1 - keep), rel=1e-12)
+    norms = {f"fast/{NORM}": 3 * (1 - fast), f"slow/{NORM}": 3 * (1 - slow)}
+    assert watch.norms == pytest.approx(norms, rel=1e-12)
     watch.observe(3, {"images": 9000, "logits/margin": 1.0})
     assert watch.means["logits/margin"] == pytest.approx(1.5 * (1 - keep) + 0.5, rel=1e-12)  # half at most
     state = watch.state_dict()

@@ -79,9 +79,12 @@ def test_the_plan_names_the_kernels_of_an_accelerator(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("conditional", "rows"), [(True, {}), (False, {"labels": "not used: the GAN is unconditional"})]
 )
-def test_the_plan_says_that_labels_are_not_used(folder, conditional, rows):
-    described = Run(folder, GAN | {"conditional": conditional}).task.describe()
-    assert described == rows | {"graphs": "eager, because the device is cpu"}
+def test_the_plan_says_how_networks_grow_and_that_labels_are_not_used(folder, conditional, rows):
+    eager = {"graphs": "eager, because the device is cpu"}
+    assert Run(folder, GAN | {"conditional": conditional}).task.describe() == rows | eager
+    task = Run(folder, GAN | {"conditional": conditional, "progressive": {"start": 8, "stable_kimg": 0.01}}).task
+    growth = zip(("growth 1", "growth 2", "growth 3"), task.stages.describe(), strict=True)  # the last is a warning
+    assert task.describe() == dict(growth) | rows | eager
 
 
 def test_a_ranks_logged_sign_is_its_own_and_not_the_sum_over_ranks(folder, monkeypatch):
@@ -160,9 +163,10 @@ def test_steps_leave_no_tensors_behind(folder, tree):
     assert run.task.context.ada.p.grad_fn is None
 
 
-def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
+def test_a_growing_generator_is_shown_as_its_stage_has_it(folder, capsys):
     run = Run(folder, GAN, progressive={"start": 8, "fade_kimg": 0.016, "stable_kimg": 0.016})
     run.step()
+    assert capsys.readouterr().err == ""
     shown = run.task.average_generator()
     z = torch.ones(1, 8)
     image = shown(z, torch.zeros(1, dtype=torch.int64), noise="none")
@@ -171,6 +175,7 @@ def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
     assert run.task.sample_grid(1) is not None
     for _ in range(5):
         run.step()
+    assert capsys.readouterr().err.splitlines() == [run.task.stages.row(run.task.stages.all[1])]
     assert run.task.average_generator() is run.task.ema.model
     assert run.task.provenance()["stage"] == [16, 1.0]
 
@@ -227,6 +232,16 @@ def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     assert not shares(GAN, loss={"classifier": True, "classifier_weight": 1.0})
     assert not shares(R3GAN, loss=PAIRS)  # pairs of D's own
     assert shares(GAN, loss={"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True})
+
+
+def test_the_loss_scale_is_in_no_metric(folder):
+    found = []
+    for enabled in (False, True):
+        run = Run(folder, GAN, loss=LOSSES | {"gradients_every": 1})
+        run.task.precision.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        found.append([run.step() for _ in range(2)])
+    for plain, scaled in zip(*found, strict=True):
+        assert scaled == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("loss", [{}, LOSSES], ids=["joint", "every loss"])

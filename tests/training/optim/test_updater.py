@@ -216,6 +216,14 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
     assert flags == [0.0] * 16 + [1.0] * 4
 
 
+def test_a_step_that_was_interrupted_can_be_taken_again():
+    model, updater = build("fp16", name="sgd")
+    for _ in range(2):  # the first one never reaches the end of the step, where the scale is updated
+        updater.zero_grad()
+        updater.precision.backward(model(torch.ones(2, 3)).mean())
+        assert float(updater.step(0).norm) == pytest.approx(1.414, abs=1e-3)
+
+
 @pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
 def test_clipping_does_not_hide_what_is_not_finite(clip):
     model, updater = build(name="sgd", **clip)
