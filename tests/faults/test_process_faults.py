@@ -7,10 +7,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from duetgan.training.engine import signals
+from duetgan.training.engine.outputs import StatusFile
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import last, status
 from tests.faults import conftest, inject
 from tests.faults.conftest import ended, start_python
@@ -115,6 +119,33 @@ def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, 
     assert not list((run / "heartbeat").glob("rank-*.json")) or all(sign(run, r)["left"] for r in range(processes))
     command(*gan_recipe, *LONG, "--procs", str(processes), "--max-steps", str(step + 1)).success()
     assert last(run) == step + 1
+
+
+@pytest.mark.parametrize(
+    ("names", "lines", "code"),
+    [
+        (["SIGTERM"], 1, None),
+        (["SIGINT", "SIGUSR1"], 1, None),
+        (["SIGUSR1", "SIGUSR1"], 1, None),  # SLURM may send it to the launcher, too
+        (["SIGUSR1", "SIGTERM"], 2, 143),
+        (["SIGHUP", "SIGINT"], 2, 130),
+    ],
+)
+@pytest.mark.parametrize("is_main", [True, False])
+def test_what_signals_do_in_a_step(names, lines, code, is_main, monkeypatch):
+    written, left = [], []
+    calls = SimpleNamespace(write=lambda _, text: written.append(text.decode()), _exit=left.append)
+    monkeypatch.setattr(signals, "os", calls)
+    monkeypatch.setattr(signals.collectives, "is_main", lambda: is_main)
+    stop = signals.StopSignals(StatusFile(RunFolder("unused")))
+    assert stop.agreed() == 0
+    for name in names:
+        stop._receive(signal.Signals[name], None)
+    assert stop.agreed() == signal.Signals[names[0]]
+    assert left == ([] if code is None else [code])
+    assert [line.partition(":")[0] for line in written] == names[:lines] * is_main
+    if is_main:
+        assert ["without saving" in line for line in written] == [False, True][:lines]
 
 
 def test_fault_08_a_signal_to_one_rank_only(start, run):

@@ -13,7 +13,8 @@ from tensorboard.summary.writer import event_file_writer
 from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
 from duetgan.training.base.monitors import MetricWindow
-from duetgan.training.engine import outputs as layer_log
+from duetgan.training.engine import outputs
+from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing, log_of, state_of, train_in_process, write_config
 from tests.utils.runlog.test_run_log import no_file_larger_than
@@ -64,7 +65,7 @@ def test_both_networks_of_a_gan(tmp_path, packed):
 def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys):
     network = torch.nn.Linear(2, 2)
     config = LogConfig(layers=["*"], layers_every=1)
-    layers = layer_log.LayerLog(config, {"network": network}, RunFolder(tmp_path))
+    layers = outputs.LayerLog(config, {"network": network}, RunFolder(tmp_path))
 
     def step(number: int) -> None:
         loop: Any = SimpleNamespace(step=number - 1)
@@ -83,6 +84,27 @@ def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys)
         f"warning: {folder}: cannot be written (File too large); training continues without TensorBoard\n"
     )
     assert len(list(folder.iterdir())) == 1
+
+
+def test_a_full_disk_costs_the_status_and_the_grid_of_samples(tmp_path, capsys, monkeypatch):
+    cause, shown = OSError(28, "No space left on device"), []
+
+    def refuse(*_: Any) -> None:
+        raise cause
+
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(folder, "write_status", refuse)
+    monkeypatch.setattr(outputs, "save_png", refuse)
+    log = SimpleNamespace(image=lambda *given: shown.append(given), refused=lambda *given: shown.append(given))
+    task, config = SimpleNamespace(sample_grid=lambda step: f"grid {step}"), SimpleNamespace(log=LogConfig())
+    loop: Any = SimpleNamespace(step=7, task=task, config=config, folder=folder, log=log)
+    outputs.StatusFile(folder).before_save(loop)
+    warning = f"warning: {tmp_path}/status.json: cannot be written (No space left on device)\n"
+    assert capsys.readouterr().err == warning
+    cause = UserError("full")  # type: ignore[assignment]
+    outputs.SampleGrids().begin(loop)
+    path = tmp_path / "samples" / "step-00000007.png"
+    assert shown == [(path, cause, "sample grids"), (7, "samples", "grid 7")]
 
 
 def test_an_unknown_layer_is_refused_before_anything_is_written(tmp_path, packed, capsys):
@@ -106,8 +128,8 @@ def test_moments_of_all_ranks_are_those_of_all_values(monkeypatch):
         assert torch.equal(mine, parts[1])
         return parts
 
-    monkeypatch.setattr(layer_log.collectives, "gather_objects", everyone)
-    found = LayerStatistics({"layer": layer}).collect(layer_log.over_ranks(parts[1]))
+    monkeypatch.setattr(outputs.collectives, "gather_objects", everyone)
+    found = LayerStatistics({"layer": layer}).collect(outputs.over_ranks(parts[1]))
     whole = torch.cat(values).numpy()
     assert found["layer/activation_mean"] == pytest.approx(whole.mean(), rel=1e-12)
     assert found["layer/activation_std"] == pytest.approx(whole.std(), rel=1e-12)
@@ -150,9 +172,12 @@ QUIET = ["--device", "cpu", "--precision", "fp32", "--evaluation.every", "0", "-
 
 
 @pytest.mark.parametrize(("last", "partial"), [("2", True), ("3", False)])
-def test_an_end_has_one_row(tmp_path, packed, last, partial):
+def test_an_end_has_one_row(tmp_path, packed, last, partial, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     run = tmp_path / "run"
     for _ in range(2):  # the second time there is nothing left to do
         assert train_in_process(config, run, *QUIET, "--max-steps", last) == 0
         assert [(row["step"], "partial" in row) for row in log_of(run)] == [(int(last), partial)]
+    assert train_in_process(config, run, *QUIET, "--steps", "1") == 2
+    assert f"--steps 1: the run has done {last} already; give {last} or more" in capsys.readouterr().err
+    assert train_in_process(config, run, *QUIET, "--steps", last) == 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.engine import lr_find
 from duetgan.training.engine.lr_find import Curve, Sweep, search, write
 from duetgan.training.optim.config import OptimizerConfig
 from duetgan.training.optim.updater import Precision, Updater
@@ -63,7 +64,7 @@ def fake_loop(task) -> Any:
     )
 
 
-def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
+def test_a_rates_loss_is_the_one_after_its_update(tmp_path, monkeypatch):
     task, sweep = QuadraticTask(), Sweep(steps=20, first=1e-3, last=1.5)
     found = search(fake_loop(task), sweep)
     a = b = 1.0
@@ -75,9 +76,25 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     assert task.steps == list(range(7, 28))
     assert found.stopped == "all rates were tried"
     assert found.scale == 0.5
-    steepest = found.steepest()
+    steepest, figures = found.steepest(), []
     assert steepest is not None
-    assert write(found, tmp_path).startswith(f"--optimizer.lr {float(f'{steepest / 2:.2g}'):g}\n")
+    monkeypatch.setattr(lr_find, "save_figure", lambda *written: figures.append(written))
+    assert write(found, tmp_path).splitlines() == [
+        f"--optimizer.lr {float(f'{steepest / 2:.2g}'):g}",
+        "  where the loss falls fastest; rates of the curve times 0.5, for optimizer.lr_batch_size",
+        f"  20 rates from 0.001 to 1.5: all rates were tried; curve: {tmp_path}/lr_find.png",
+    ]
+    assert json.loads((tmp_path / "lr_find.json").read_text()) == vars(found) | {"steepest": steepest}
+    ((figure, path),) = figures
+    (axes,) = figure.axes
+    assert path == tmp_path / "lr_find.png"
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert drawn == {
+        "loss": (found.rates, found.losses),
+        "smoothed": (found.rates, found.smoothed),
+        f"steepest {steepest:.2g}": ([steepest] * 2, [0, 1]),
+    }
+    assert (axes.get_xscale(), axes.get_yscale(), axes.get_title()) == ("log", "log", "all rates were tried")
 
 
 @pytest.mark.parametrize(
@@ -136,10 +153,15 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
     assert found.rates.index(steepest) == pytest.approx(50, abs=1)
 
 
-@pytest.mark.parametrize("losses", [[], [2.0] * 5, [2.0 + i for i in range(50)], [2.0] * 50])
+def falling(count):
+    return [2.0 - i / count for i in range(count)]
+
+
+@pytest.mark.parametrize("losses", [[], [2.0] * 5, [2.0 + i for i in range(50)], [2.0] * 50, falling(10)])
 def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
     found = curve(losses)
     assert found.steepest() is None
+    assert curve(falling(11)).steepest() is not None  # without its first tenth it has ten losses
     assert_raises(UserError, r"falls at no rate from .* give a lower --lr-find-from", write, found, tmp_path)
     assert json.loads((tmp_path / "lr_find.json").read_text())["steepest"] is None
 
@@ -150,6 +172,7 @@ def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses,
 def test_sweeps_that_cannot_be(rates):
     assert_raises(UserError, "must be positive and below the last", Sweep, **rates)
     assert_raises(UserError, "--lr-find-steps 9", Sweep, steps=9)
+    assert Sweep(steps=10).rate(9) == 10.0
 
 
 # --- on real training

@@ -1,9 +1,12 @@
 """`train.py --new-data`: a run goes on with other images, to the bit the same whether it is interrupted or not."""
 
+import json
+import re
 import shutil
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import ARCHITECTURES
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.engine.transfer import NewImages
 from duetgan.training.gan.config import config_of
 from duetgan.training.optim.ema import EMA
 from duetgan.training.optim.updater import Updater
@@ -25,7 +29,9 @@ from duetgan.utils.checkpoint import load, newest_first
 from duetgan.utils.checkpoint.provenance import data_history, recorded
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
+from tests.conftest import assert_raises
 from tests.end_to_end.helpers import check_same, differing, train_in_process, write_config
 from tests.training.engine.test_checkpoints import META, Weights, keeper_of, save
 
@@ -89,6 +95,8 @@ def test_resumed_equals_straight_and_says_from_which_step_on_which_images(begun,
     assert {dataset.meta.content_hash for dataset in files} <= set(recorded(content).trained_on)
     line = f"training images: 200 of {packed}/train.lmdb from step 0, 107 of {folder}/train.lmdb from step 2"
     capsys.readouterr()
+    history = json.loads((straight / "data.json").read_text())["history"]
+    assert history == {"step 0": f"{packed}/train.lmdb", "step 2": f"{folder}/train.lmdb"}
     small = ["--n=20", "--extractor=pixels"] if content["task"] == "gan" else []
     assert run_cli(evaluate.main, ["--checkpoint", str(straight), *small]) == 0
     assert line in capsys.readouterr().err.splitlines()
@@ -175,18 +183,43 @@ def test_what_depends_on_the_step_goes_on_there(options, tmp_path, packed, folde
     ("options", "told"),
     [
         (["--data.path={folder}/large.lmdb"], "images are of 8 px, grey, the run's networks are for 16 px, grey"),
-        (["--data.path={folder}/foreign.lmdb"], "has none of the run's classes"),
         (["--steps=2"], "--steps 2: the run has done 2 already; give 3 or more"),
         (["--run-dir={folder}/nothing"], "nothing has no checkpoint to continue; leave --new-data out to start a run"),
     ],
 )
 def test_what_cannot_go_on_is_refused(begun, folder, tmp_path, refused, options, told):
     run, config, more = begun
-    for name, side, classes in (("large", 8, Dataset(folder / "train.lmdb").classes), ("foreign", 16, ["x", "y"])):
-        labels = np.arange(12) % len(classes)
-        pack_arrays(tmp_path / f"{name}.lmdb", np.zeros((12, 1, side, side), np.uint8), labels, classes)
+    classes = Dataset(folder / "train.lmdb").classes
+    pack_arrays(tmp_path / "large.lmdb", np.zeros((12, 1, 8, 8), np.uint8), np.arange(12) % len(classes), classes)
     options = [option.format(folder=tmp_path) for option in [*options, "--data.val-path=null"]]
     assert told in refused(train.main, "--config", config, "--run-dir", run, *more, "--new-data", *options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "classes", "sets", "entries", "problem"),
+    [
+        ([], [], None, {}, None),
+        (["a", "b"], ["b", "c"], None, {}, None),
+        (["a", "b"], ["b", "c"], [[0]], {"sets": [[0]]}, None),
+        (["a", "b"], ["b", "c"], [[0]], {"state": {"model": {"thresholds": 0}}}, None),
+        ([], ["b", "c"], None, {}, "its images have classes, the run has none; set --conditional false"),
+        (["a", "b"], ["x", "y"], None, {}, "has none of the run's classes (a, b), its own are x, y;"),
+        (["a", "b"], [], None, {}, "has none of the run's classes (a, b), its own are none;"),
+        (["a", "b"], ["b", "c"], None, {"sets": [[0]]}, "either its images or the run's earlier ones have several"),
+        (["a", "b"], ["b", "c"], [[0]], {}, "either its images or the run's earlier ones have several"),
+    ],
+)
+def test_classes_that_a_run_can_go_on_with(saved, classes, sets, entries, problem):
+    dataset = SimpleNamespace(path="new.lmdb", classes=classes, meta=SimpleNamespace(sets=sets))
+    shape = {"channels": 1, "classes": len(classes), "resolution": 16}
+    loop: Any = SimpleNamespace(
+        loader=SimpleNamespace(dataset=dataset), task=SimpleNamespace(shape=shape, registry=dict)
+    )
+    content = {"shape": shape | {"classes": len(saved)}, "classes": saved, "state": {}} | entries
+    if problem is None:
+        NewImages(loop)._check(content)
+    else:
+        assert_raises(UserError, re.escape(f"--new-data: new.lmdb: {problem}"), NewImages(loop)._check, content)
 
 
 def test_a_roll_back_may_reach_the_earlier_images(tmp_path):

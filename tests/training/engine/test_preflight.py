@@ -3,7 +3,6 @@
 import json
 import re
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,10 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine import preflight, speed
 from duetgan.training.engine.preflight import check_disk, plan_rows, state_bytes
 from duetgan.training.engine.tasks import TASKS, build_run_config
+from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from tests.data.conftest import change
@@ -55,6 +56,44 @@ def test_a_batch_larger_than_the_data_set_is_mentioned(packed, batch_size, warne
     assert rows["length"] == f"3 steps = {3 * batch_size} images = {3 * batch_size / 200:.1f} epochs"
 
 
+def test_every_row_of_the_plan(packed, monkeypatch):
+    schedule = {"name": "sgd", "lr": 0.5, "lr_batch_size": 16, "warmup_steps": 3, "schedule": "cosine"}
+    saving = {"every": 3, "keep": 5}
+    task = task_of(packed, batch_size=24, steps=7, micro_batch=6, optimizer=schedule, checkpoint=saving)
+    tree = {"task": "gan", "batch_size": 24, "steps": 7, "progressive": {"start": 8}, "checkpoint": saving}
+    gan: Any = build_run_config(tree, [], "x")
+    growing = GanTask(gan, task.dataset, None, CPU)
+    monkeypatch.setattr(preflight.collectives, "world_size", lambda: 2)
+    sizes = {name: sum(p.numel() for p in network.parameters()) for name, (network, _) in growing.networks().items()}
+    with Dataset(packed / "test.lmdb") as held_out:
+        rows = plan_rows(task.config, task, task.dataset, held_out, CPU, "bf16 (a reason)")
+    grown = plan_rows(gan, growing, task.dataset, None, CPU, "fp32")
+    same = {
+        "device": "cpu x 2 processes, 1 thread",
+        "training data": "200 images, 16 px, grey, 10 classes, raw",
+        "length": "7 steps = 168 images = 0.8 epochs",
+    }
+    assert rows == same | {
+        "task": "classifier",
+        "precision": "bf16 (a reason)",
+        "held-out data": "100 images, 16 px, grey, 10 classes, raw",
+        "batch": "24 global = 2 x 12, in micro-batches of 6",
+        "optimizer": "sgd, lr 0.75 (= 0.5 x batch 24 / 16) after 3 warm-up steps, cosine",
+        "classifier parameters": f"{sum(p.numel() for p in task.model.parameters()):,}",
+        "checkpoint": f"about {state_bytes(task) / 2**20:.1f} MiB, every 3 steps, 5 kept and the best",
+        **task.describe(),
+    }
+    assert grown == same | {
+        "task": "gan",
+        "precision": "fp32",
+        "held-out data": "none (data.val_path is not set)",
+        **dict.fromkeys(("generator optimizer", "discriminator optimizer"), "adam, lr 0.0025, constant"),
+        **{f"{name} parameters": f"{size:,}" for name, size in sizes.items()},
+        "checkpoint": f"about {state_bytes(growing) / 2**20:.1f} MiB, every 3 steps, 5 kept and the best",
+        **growing.describe(),
+    }
+
+
 def test_the_plan_says_what_trains_with_which_statistics(packed):
     def told(**train: Any) -> str | None:
         return plan_of(task_of(packed, finetune=FineTuneConfig(**train))).get("what trains")
@@ -69,17 +108,26 @@ def test_the_plan_says_what_trains_with_which_statistics(packed):
 def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch):
     part = nn.Linear(100, 100)  # 40,400 bytes
     task: Any = SimpleNamespace(registry=lambda: {"model": part, "model_ema": part})
-    for free, is_enough in ((3 * 2 * 40_400, True), (3 * 2 * 40_400 - 1, False)):
-        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        with nullcontext() if is_enough else pytest.raises(UserError, match="free some space"):
-            check_disk(tmp_path / "run", task, 3)
+    free = {tmp_path: 30 * 2 * 40_400}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    check_disk(tmp_path / "run" / "inner", task, 30)
+    free[tmp_path] -= 2**20
+    with pytest.raises(UserError, match=f"^{tmp_path}: 1 MiB free, checkpoints need 2 MiB; free some space"):
+        check_disk(tmp_path / "run" / "inner", task, 30)
+    free[tmp_path] += 2**20 - 1
+    with pytest.raises(UserError, match="free some space"):
+        check_disk(tmp_path / "run", task, 30)
 
 
-@pytest.mark.parametrize(("name", "layer"), [("gan", "ModulatedConv2d"), ("classifier", "BatchNorm2d")])
-def test_a_dry_run_prints_the_table(tmp_path, packed, capsys, name, layer):
+@pytest.mark.parametrize(
+    ("name", "layer", "duration"), [("gan", "ModulatedConv2d", "16 min"), ("classifier", "BatchNorm2d", "20 min")]
+)
+def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name, layer, duration, monkeypatch):
     recipe = write_config(tmp_path / "recipe.yaml", name, packed)
+    monkeypatch.setattr(speed, "seconds_per_image", lambda *_: 7.5)
     assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers") == 0
     text = capsys.readouterr().out
+    assert text.startswith(f"time: about {duration} here, 0.133 images/s\n")
     assert layer in text
     assert re.search(r"Total params: [1-9][\d,]+\n", text)
     assert "Trainable" not in text

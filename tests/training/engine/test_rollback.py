@@ -63,20 +63,25 @@ def test_a_loss_that_stands_still_may_move_a_little():
     assert detector.see(101, [0.52]) is not None
 
 
-def test_roll_backs_to_one_checkpoint_are_all_counted():
+def test_roll_backs_to_one_checkpoint_are_all_counted(capsys):
     """The checkpoint's own count is that of its time."""
     callback = SpikeRollback(SpikesConfig())
     callback.count = 2
 
     def restore(_registry, *, up_to):
+        if up_to != 8:
+            return None
         callback.count = 0
-        return {"state": {"loader": {}}} if up_to == 8 else None
+        return {"state": {"loader": {}}}
 
     loop: Any = SimpleNamespace(
         step=9, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
         manager=SimpleNamespace(restore=restore), registry=dict, stopwatch=SimpleNamespace(),
         log=SimpleNamespace(close=lambda: None, open=lambda _: None),
     )  # fmt: skip
+    callback.roll_back(loop, 5, "a jump")  # there is no checkpoint from before it
+    assert (callback.count, vars(loop.stopwatch)) == (2, {})
+    assert capsys.readouterr().err.startswith("warning: a jump; there is no checkpoint from before it to go back to")
     callback.roll_back(loop, 8, "a jump")
     assert (callback.count, loop.stopwatch.step) == (3, 9)
 
@@ -108,7 +113,14 @@ def test_back_to_the_last_checkpoint_with_other_images(tmp_path, packed, task, c
     """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back", spikes="37") == 0
-    assert re.search("jumped to .* in step 37.*; went back to the checkpoint of step 32", capsys.readouterr().err)
+    line = (
+        r"warning: loss/\w+ jumped to ([\d.e+]+) in step 37, from ([\d.]+) in the steps before; went back to the "
+        r"checkpoint of step 32 and on from there with other images: those of the 8 steps since are left out "
+        r"\(roll-back 1 of 3\)"
+    )
+    found = re.search(f"^{line}$", capsys.readouterr().err, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) > 100 * float(found[2])
     other = tmp_path / "other"
     assert run(config, other, "--spikes.action", "roll-back", "--max-steps", "32") == 0
     path = other / "checkpoints" / "step-00000032.pt"
@@ -142,4 +154,5 @@ def test_too_many_roll_backs_end_the_run(tmp_path, packed, capsys):
 def test_a_metric_that_is_not_there_is_named(tmp_path, packed, capsys):
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert run(config, tmp_path / "run", "--spikes.metric", "loss/generator") == 2
-    assert "spikes.metric loss/generator: not a metric of every step" in capsys.readouterr().err
+    told = "spikes.metric loss/generator: not a metric of every step; choose one of gradient_norm/classifier, loss/cl"
+    assert told in capsys.readouterr().err
