@@ -12,7 +12,7 @@ from duetgan.commands import evaluate, export, generate, train
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
-from tests.end_to_end.helpers import log_of, state_of, train_in_process, write_config
+from tests.end_to_end.helpers import state_of, train_in_process, write_config
 
 NETS = """
 generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 128, channel_max: 8}
@@ -51,13 +51,6 @@ def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
     config.write_text(COMMON.format(folder=packed) + VARIANTS[name])
     straight = tmp_path / "straight"
     run(train.main, "--config", config, "--run-dir", straight)
-    rows = log_of(straight)
-    named = set().union(*rows)
-    assert {"logits/margin", "logits/real_sign", "loss/r1", "gradient_norm/generator"} <= named
-    if name == "stylegan2":
-        assert {"loss/path_length", "path_length/mean", "ada/p", "loss/feature_matching"} <= named
-        assert {"loss/auxiliary", "loss/auxiliary_real", "accuracy/auxiliary"} <= named
-        assert "gradient_cosine/generator/adversarial~path_length" in named
     if name == "unconditional":
         held = load(resolve(straight))
         assert (held["classes"], held["shape"]["classes"], generator_from(held).classes) == ([], 0, 0)
@@ -67,9 +60,6 @@ def test_a_variant_trains_and_is_used(name, packed, tmp_path, capsys):
         refused = ["grid", "--checkpoint", str(straight), "--out", str(tmp_path / "x.png"), "--classes", "a"]
         assert run_cli(generate.main, refused) == 2
         assert "this generator is unconditional" in capsys.readouterr().err
-    if name == "progressive":
-        images = [row["images"] for row in rows if "images" in row]
-        assert images == [24, 40, 56, 64]  # 16 at 8 px are one step, then steps of 8 fade 16 px in
     grid = tmp_path / "grid.png"
     run(generate.main, "grid", "--checkpoint", straight, "--out", grid, "--n", "10")
     assert grid.stat().st_size > 500

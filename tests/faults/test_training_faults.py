@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from duetgan.commands import train
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine import health
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.optim.updater import OptimizerConfig, Precision, Updater
 from duetgan.utils.distributed import collectives
-from duetgan.utils.distributed.launch import AGAIN
+from duetgan.utils.distributed.launch import AGAIN, LAUNCHED, REMEDY
 from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing, log_of, state_of, status, write_config
 from tests.faults import inject
 from tests.faults.conftest import Outcome, own_process, start_python
@@ -119,6 +122,16 @@ def test_fault_28_out_of_memory(train_here, run, task, fail_at):
     assert "resumed at step 4 of 8" in train_here(task).success().err
 
 
+def test_a_fault_of_ours_is_in_the_status(train_here, run, monkeypatch, slim):
+    def step(*_: Any) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(ClassifierTask, "step", step)
+    with pytest.raises(KeyError, match="ours"):
+        train_here("classifier")
+    assert status(run, "state", "exit_code", "step", "reason") == ("failed", 1, 0, "KeyError: 'ours'")
+
+
 def test_fault_28_on_one_rank(by_two, run, fail_at):
     """The rank at fault tells it; the others leave, and the file of the run's state has its reason."""
     fail_at("1:5:oom")
@@ -151,6 +164,39 @@ def test_what_is_compared(tmp_path):
         next(network.parameters()).view(-1)[0] += 1e-7
     changed = collectives.fingerprints(parts, torch.device("cpu"))
     assert (prints != changed).tolist() == [True, False]
+
+
+GONE, SILENT = (SimpleNamespace(rank=rank, reason=f"rank {rank} left", gone=rank != 3) for rank in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing", "launched", "reason", "reports", "quiet"),
+    [
+        (0, [], False, "the ranks lost touch with each other", True, False),
+        (1, [], False, "the ranks lost touch with each other", False, True),
+        (1, [GONE], False, "rank 0 left", True, False),
+        (2, [GONE, SILENT], False, "rank 0 left; rank 3 left", False, True),
+        (1, [GONE], True, "rank 0 left", True, True),  # the launcher tells of the processes that are gone
+        (1, [GONE, SILENT], True, "rank 0 left; rank 3 left", True, False),
+    ],
+)
+def test_the_lowest_rank_that_is_left_reports(tmp_path, monkeypatch, rank, missing, launched, reason, reports, quiet):
+    monkeypatch.setattr(health.collectives, "rank", lambda: rank)
+    monkeypatch.setattr(health.collectives, "world_size", lambda: 4)
+    looked = []
+    monkeypatch.setattr(health, "silent_ranks", lambda *given, own_rank: looked.append((*given, own_rank)) or missing)
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    if launched:
+        monkeypatch.setenv(LAUNCHED, "1")
+    (tmp_path / "config.yaml").touch()
+    error = RuntimeError("[/src/pair.cc:545] Connection closed\nmore")
+    halted = health.lost_rank(RunFolder(tmp_path), 7, error)
+    assert str(halted) == f"{reason} (Connection closed); {REMEDY}"
+    assert (halted.rank_specific, halted.quiet, looked) == (reports, quiet, [(tmp_path, 4, rank)])
+    assert (tmp_path / "status.json").exists() == reports
+    if reports:
+        expected = ("failed", 7, str(halted), 4)
+        assert status(tmp_path, "state", "step", "reason", "exit_code") == expected
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])

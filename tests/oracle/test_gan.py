@@ -128,7 +128,7 @@ def folder(tmp_path_factory, slim_module):
     images = np.random.default_rng(0).integers(0, 256, (50, 1, 16, 16), dtype=np.uint8)
     labels = np.array([0, 0, 1, 2, 0, 1, 0] * 8)[:50]
     pack_arrays(path / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
-    pack_arrays(path / "held-out.lmdb", 255 - images[:32], labels=labels[:32], classes=CLASSES, smallest=8)
+    pack_arrays(path / "held-out.lmdb", 255 - images[:31], labels=labels[:31], classes=CLASSES, smallest=8)
     labels = np.array([0, 1, 2, 3, 1, 0, 3, 3] * 7)[:50]
     pack_arrays(path / "data-several.lmdb", images, labels=labels, classes=CLASSES, label_sets=SETS)
     torch.set_default_dtype(torch.float64)
@@ -199,8 +199,8 @@ def test_two_ranks_are_one(folder):
 # --- what the task hands to its evaluation, and where a stage of growth begins
 
 
-@pytest.mark.parametrize(("name", "steps"), [("everything", 2), ("growing", 3)])
-def test_what_is_evaluated(folder, name, steps, monkeypatch):
+@pytest.mark.parametrize(("name", "steps", "limit"), [("everything", 2, 512), ("everything", 1, 27), ("growing", 3, 9)])
+def test_what_is_evaluated(folder, name, steps, limit, monkeypatch):
     """The held-out images, the average as the stage shows it, the config's seed and n."""
     tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels", "batch_size": 16}}
     task, loader = made(folder, tree)
@@ -219,6 +219,7 @@ def test_what_is_evaluated(folder, name, steps, monkeypatch):
         return {"n": 24, "distances": [row], "memorisation": None}
 
     monkeypatch.setattr("duetgan.training.gan.evaluation.evaluate_generator", evaluate)
+    monkeypatch.setattr("duetgan.training.gan.evaluation.LOGIT_IMAGES", limit)
     figures = task.evaluate()
     stage = reference.stage(steps - 1)
     noise = [torch.zeros(2, *shape) for shape in reference.g.noise_shapes()]
@@ -238,10 +239,8 @@ def test_what_is_evaluated(folder, name, steps, monkeypatch):
     if stage.side < 16 or stage.alpha < 1:
         assert "logits/held_out" not in figures
         return
-    sets, count = (
-        {"held_out": task.val_dataset, "real": task.dataset},
-        min(len(task.val_dataset), len(task.dataset)) // 4 * 4,
-    )
+    sets = {"held_out": task.val_dataset, "real": task.dataset}
+    count = min(limit, len(task.val_dataset), len(task.dataset)) // 2 * 2
     rows = {key: [row * (len(reader) - 1) // (count - 1) for row in range(count)] for key, reader in sets.items()}
     given = {key: [torch.tensor(part) for part in reader.read(rows[key])] for key, reader in sets.items()}
     drawn = generate(reference.average, labels=given["real"][1], indices=range(count), seed=5)

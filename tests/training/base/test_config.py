@@ -9,7 +9,7 @@ from duetgan.training.classifier.loss import ClassifierLossConfig
 from duetgan.training.classifier.resizing import ResizingConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.ada import AdaConfig
-from duetgan.training.gan.config import GanConfig
+from duetgan.training.gan.config import GanConfig, config_of
 from duetgan.training.gan.diagnostics import WatchConfig
 from duetgan.training.gan.growth import ProgressiveConfig
 from duetgan.training.optim.updater import OptimizerConfig
@@ -42,6 +42,16 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
     ("config", "bad", "problem"),
     [
         (GanConfig, {"discriminator_optimizer": {"name": "muon"}}, "muon is for classifiers: take adam"),
+        (GanConfig, {"generator_optimizer": {"name": "muon"}}, "muon is for classifiers"),
+        (
+            GanConfig,
+            {"discriminator_optimizer": FREE | {"betas": [0.9, 0.99]}},
+            "schedule-free optimizers are for classif",
+        ),
+        (GanConfig, {"conditional": False, "loss": {"classifier": "x"}}, r"false: loss\.classifier needs the classes"),
+        (GanConfig, {"conditional": False, "loss": {"auxiliary_weight": 1}}, r"false: loss\.auxiliary_weight needs"),
+        (GanConfig, {"loss": {"same_pairs": True}}, "same_pairs: the nonsaturating objective has no pairs"),
+        (config_of("dcgan"), {"loss": {"style_mixing": 0.1}}, "dcgan has no styles"),
         (
             GanConfig,
             {"generator_optimizer": FREE | {"betas": [0.9, 0.99]}},
@@ -77,8 +87,8 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (ProgressiveConfig, {"start": 24}, r"^start 24: must be a power of two"),
         (ProgressiveConfig, {"stable_kimg": {8: -2}}, r"^stable_kimg\.8 -2"),
         (ProgressiveConfig, {"batch_sizes": {16: 0}}, r"^batch_sizes\.16 0: must be greater than 0"),
-        (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
-        (WatchConfig, {"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
+        (WatchConfig, {"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1: .* at most the"),
+        (WatchConfig, {"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0: .* at least the"),
         (ResizingConfig, {"initial_scale": 1.5}, r"^initial_scale 1\.5: must be less than or equal to 1"),
         (ResizingConfig, {"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"finetune_fraction 0\.2: together they"),
         (ClassifierLossConfig, {"class_weights": {"a": -1.0}}, r"^class_weights\.a -1.0: must be greater than or"),

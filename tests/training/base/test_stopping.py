@@ -15,7 +15,7 @@ from duetgan.training.engine.run import callbacks
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from tests.end_to_end.helpers import log_of
+from tests.end_to_end.helpers import log_of, status, train_in_process, write_config
 
 
 def watch(figures, *, lower=False, **config):
@@ -79,6 +79,9 @@ class Judged(Task):
         self.evaluations += 1
         return {"accuracy": self.figures[self.evaluations - 1]}
 
+    def warnings(self, step, row):
+        return ["it is low"] if row.get("val/accuracy") == 0.5 else []
+
     def networks(self):
         return {}
 
@@ -101,7 +104,7 @@ def ran(packed, folder, patience=None, *, size=8, max_steps=None):
     loader = make_loader(config, Dataset(packed / "train.lmdb"), torch.device("cpu"))
     run = RunFolder(folder)
     run.open()
-    task = Judged([0.5, 0.7, 0.6, 0.6, 0.6, 0.9], size)
+    task = Judged([0.5, 0.7, 0.7, 0.6, 0.6, 0.9], size)  # an equal one is no better
     loop = Loop(config, task, loader, run, callbacks(config, task, loader, run))
     loop.resume()
     loop.run(max_steps)
@@ -112,6 +115,7 @@ def ran(packed, folder, patience=None, *, size=8, max_steps=None):
 def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     loop = ran(packed, tmp_path / "run", 2, max_steps=6)  # stopped on the way it counts on
     assert (loop.step, loop.finished) == (6, False)
+    assert capsys.readouterr().err.splitlines()[0] == "warning: step 2: it is low"
     loop = ran(packed, tmp_path / "run", 2)
     assert (loop.step, loop.finished, loop.best) == (8, True, {"accuracy": 0.7, "step": 4})
     assert "early stopping: 2 evaluations without accuracy better than 0.7" in capsys.readouterr().err
@@ -121,6 +125,16 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
     straight = ran(packed, tmp_path / "straight", 2)
     assert straight.step == 8
+
+
+@pytest.mark.usefixtures("slim")
+def test_the_status_has_the_reason_of_an_early_stop(packed, tmp_path):
+    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    options = ["--evaluation.every", "2", "--early_stopping.patience", "1", "--early_stopping.min_delta", "1"]
+    assert train_in_process(config, run, *options) == 0
+    state, step, reason, code = status(run, "state", "step", "reason", "exit_code")
+    assert (state, step, code) == ("finished", 4, 0)
+    assert reason.startswith("early stopping: 1 evaluation")
 
 
 def test_what_was_saved_is_on_the_disk_before_a_failing_run_ends(packed, tmp_path, monkeypatch):

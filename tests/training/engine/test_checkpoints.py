@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from duetgan.training.base.config import CheckpointConfig, RunConfig
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.loop import BrokenWeights
 from duetgan.training.engine.rollback import SkippedUpdates, stop_broken
+from duetgan.training.optim.config import OptimizerConfig
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.checkpoint import load, newest_first
+from duetgan.utils.checkpoint.provenance import Lineage
+from duetgan.utils.config.build import to_tree
 from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.runlog import versions
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -265,31 +270,82 @@ def test_it_waits_for_its_own_write_before_it_reads(tmp_path, held):
     assert weights.weights[0] == 3
 
 
-def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
+def test_every_entry_of_a_checkpoint(tmp_path, monkeypatch):
+    """Where the weights come from stays, also after a resume with other data."""
     monkeypatch.setattr(versions, "commit", lambda _: "0123456789ab-dirty")
     manager = keeper_of(tmp_path)
-    save(manager, 1)
-    found = load(newest_first(manager.folder.checkpoints)[0])["versions"]
+    manager.origin = {"file": "donor.pt", "step": 7, "sha256": "ab"}
+    manager.lineage = Lineage.of(trained_on=["f00d"], teachers=["t"])
+    save(manager, 1, best=0.5)
+    again = keeper_of(tmp_path)
+    again.lineage = Lineage.of(trained_on=["1234"])
+    again.restore({"model": Weights()})
+    save(again, 2)
+    second, first = (load(path) for path in newest_first(manager.folder.checkpoints))
+    assert set(second.pop("lineage")["trained_on"]) == {"f00d", "1234"}
+    assert first.pop("lineage") == {"trained_on": ["f00d"], "synthetic": [], "teachers": ["t"]}
+    found = first["versions"]
     assert found.keys() == {"python", "torch", "torchvision", "git"}
     assert found["git"] == "0123456789ab-dirty"
+    history = [{"step": 0, "content_hash": "1234", "count": 3, "path": ""}]
+    expected = ABOUT | {
+        **{"schema": checkpoints.SCHEMA, "task": "gan", "config": to_tree(manager.config), "classes": ["a"]},
+        "data": {"content_hash": "1234", "count": 3, "resize_filter": "area", "history": history},
+        **{"versions": found, "origin": {"file": "donor.pt", "step": 7, "sha256": "ab"}},
+    }
+    for content, entries in (
+        (first, {"step": 1, "figure": {"metric": "frechet", "value": 0.5}}),
+        (second, {"step": 2, "figure": {}}),
+    ):
+        assert content.pop("state").keys() == {"model", "loop"}
+        assert content.pop("file").endswith(f"step-0000000{entries['step']}.pt")
+        assert content == expected | entries
+    unconditional = {"shape": ABOUT["shape"] | {"classes": 0}}
+    again.save(3, {}, unconditional)
+    again.wait()
+    assert load(newest_first(again.folder.checkpoints)[0])["classes"] == []
 
 
 @pytest.mark.parametrize(
-    ("failed", "healthy"),  # steps whose updates are skipped; what is sound at step 20, and at step 200
-    [([], None), ([14], 12), ([14, 15, 16], 12), ([3, 14], 1), ([1, 2], -1)],
+    ("failed", "healthy"),  # steps whose updates are skipped; what is sound after some steps
+    [
+        ([], {20: None}),
+        ([14], {20: 12, 78: 12, 79: None}),
+        ([14, 15, 16], {20: 12, 80: 12, 81: None}),
+        ([3, 14], {20: 1}),
+        ([3, 67], {80: 1}),
+        ([3, 68], {67: 1, 80: 66}),
+        ([1, 2], {20: -1}),
+    ],
 )
 def test_sound_is_what_came_before_the_update_that_may_have_broken_the_weights(failed, healthy):
     skipped, window, manager = SkippedUpdates(20), MetricWindow(), SimpleNamespace()
     for step in range(1, 201):
         value = torch.tensor(float(step in failed))
         window.add({"nonfinite_updates/model": value, "nonfinite_updates/other": value * 0, "loss": value})
-        if step in (7, 8, 20, 200):  # however often it is looked at
+        if step in {7, 8, 200} | healthy.keys():  # however often it is looked at
             window.fold()
             loop: Any = SimpleNamespace(step=step, window=window, manager=manager)
             skipped.before_save(loop)
-        if step == 20:
-            assert manager.healthy == healthy
+            state = skipped.state_dict()
+            skipped = SkippedUpdates(20)
+            skipped.load_state_dict(state)
+        if step in healthy:
+            assert manager.healthy == healthy[step], step
     assert manager.healthy is None
+
+
+def test_more_updates_without_numbers_than_the_cap_end_the_run():
+    skipped, window = SkippedUpdates(4), MetricWindow()
+    loop: Any = SimpleNamespace(step=9, window=window, manager=SimpleNamespace())
+    for count, message in ((2, None), (2, None), (1, "5 updates had non-finite gradients, more than nonfinite_cap 4")):
+        window.add({"nonfinite_updates/model": torch.tensor(float(count)), "skipped_updates/model": torch.tensor(3.0)})
+        taken = window.take()
+        row = skipped.columns(taken)
+        with nullcontext() if message is None else pytest.raises(BrokenWeights, match=f"^{message}$"):
+            skipped.after_row(loop, {}, taken)
+        assert row == skipped.totals
+    assert skipped.totals == {"skipped_updates": 9, "nonfinite_updates": 5}
 
 
 def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
@@ -304,9 +360,16 @@ def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
         save(manager, step, healthy=16)
     assert steps(manager) == [24, 21, 15, 12]
     loop: Any = SimpleNamespace(manager=manager, step=25, config=manager.config)
-    for healthy, advice in ((2, "start in another --run-dir: no check"), (16, "then goes on from step 15, the last")):
+    manager.config.precision = "bf16"
+    vars(manager.config).update(first=OptimizerConfig(), second=OptimizerConfig())
+    remedy = "it broke; lower the learning rate (first.lr and second.lr) or use --precision fp32"
+    for healthy, advice in (
+        (2, " and start in another --run-dir: no checkpoint is from before that"),
+        (None, "; the same command then goes on from step 24, the last checkpoint from before that"),
+        (16, "; the same command then goes on from step 15, the last checkpoint from before that"),
+    ):
         manager.healthy = healthy
-        assert advice in str(stop_broken(loop, "it broke"))
+        assert str(stop_broken(loop, "it broke")) == remedy + advice
     again = keeper_of(tmp_path)
     assert again.restore({"loop": Counter()})["step"] == 15
     told = "going back to the checkpoint of step 15: training broke after it and stopped at step 25"

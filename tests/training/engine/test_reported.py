@@ -335,6 +335,9 @@ def test_every_reported_value(record, folder, tmp_path, capsys):
     for key in events.Tags()["scalars"]:
         values = [(event.step, rounded({key: event.value})[key]) for event in events.Scalars(key)]
         assert values == [(row["step"], row[key]) for row in rows if key in row]
+    grids = [*range(0, steps, 4), steps] if record.task == "gan" else [0]
+    assert [event.step for event in events.Images("samples")] == grids
+    assert sorted(path.name for path in (run / "samples").iterdir()) == [f"step-{step:08d}.png" for step in grids]
     shown = tensor_util.make_ndarray(events.Tensors("config/text_summary")[-1].tensor_proto).item()
     written = (run / "config.yaml").read_text()
     assert dedent(shown.decode()).splitlines() == written.splitlines()

@@ -198,8 +198,6 @@ def test_what_does_not_go_together_is_refused():
     [
         ({"precision": "bf16"}, {}),
         ({"precision": "fp16"}, {"auxiliary_weight": 0.7, "auxiliary_fakes": True}),
-        ({"micro_batch": 4}, {"objective": "hinge"}),
-        ({"micro_batch": 4}, {"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True}),
     ],
 )
 def test_one_pass_of_the_discriminator_gives_the_gradients_of_two(folder, more, loss, monkeypatch):
