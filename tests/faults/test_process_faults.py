@@ -110,9 +110,8 @@ def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, 
     found = ended(process)
     assert found.code == 3, found.err
     (line,) = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
-    assert name in line
-    assert "The same command resumes" in line
     step = last(run)
+    assert line == f"stopped: {name} at step {step}; saved at step {step}. The same command resumes from there."
     assert status(run, "state", "reason", "exit_code", "step") == ("stopped", name, 3, step)
     assert "SIG" in (run / "report.html").read_text()  # a stopped run has a report too (U9)
     assert not any(alive(pid) for pid in pids)
@@ -133,7 +132,8 @@ def test_fault_06_07_a_signal_saves_and_leaves(start, command, gan_recipe, run, 
 )
 @pytest.mark.parametrize("is_main", [True, False])
 def test_what_signals_do_in_a_step(names, lines, code, is_main, monkeypatch):
-    written, left = [], []
+    written: list[str] = []
+    left: list[int] = []
     calls = SimpleNamespace(write=lambda _, text: written.append(text.decode()), _exit=left.append)
     monkeypatch.setattr(signals, "os", calls)
     monkeypatch.setattr(signals.collectives, "is_main", lambda: is_main)

@@ -118,6 +118,7 @@ def test_fault_28_out_of_memory(train_here, run, task, fail_at):
         "the same command resumes from the last checkpoint",
     )
     assert status(run, "state", "exit_code", "step") == ("failed", 4, 5)
+    assert status(run)["reason"].startswith("memory ran out at step 5")
     fail_at("")
     assert "resumed at step 4 of 8" in train_here(task).success().err
 
@@ -183,8 +184,13 @@ GONE, SILENT = (SimpleNamespace(rank=rank, reason=f"rank {rank} left", gone=rank
 def test_the_lowest_rank_that_is_left_reports(tmp_path, monkeypatch, rank, missing, launched, reason, reports, quiet):
     monkeypatch.setattr(health.collectives, "rank", lambda: rank)
     monkeypatch.setattr(health.collectives, "world_size", lambda: 4)
-    looked = []
-    monkeypatch.setattr(health, "silent_ranks", lambda *given, own_rank: looked.append((*given, own_rank)) or missing)
+    looked: list[Any] = []
+
+    def silent(*given: Any, own_rank: int) -> Any:
+        looked.append((*given, own_rank))
+        return missing
+
+    monkeypatch.setattr(health, "silent_ranks", silent)
     monkeypatch.delenv(LAUNCHED, raising=False)
     if launched:
         monkeypatch.setenv(LAUNCHED, "1")

@@ -236,6 +236,10 @@ def test_what_is_evaluated(folder, name, steps, limit, monkeypatch):
         **{"batch_size": 16, "floor": False, "details": False, "searched": 4 * 24},
     }
     assert figures["frechet/pixels"] == 1.0
+    held_out, task.val_dataset = task.val_dataset, None
+    assert task.evaluate() == {name: value for name, value in figures.items() if not name.startswith("logits/")}
+    assert (asked["dataset"], asked["train_dataset"]) == (task.dataset, None)
+    task.val_dataset = held_out
     if stage.side < 16 or stage.alpha < 1:
         assert "logits/held_out" not in figures
         return

@@ -11,8 +11,7 @@ import torch
 
 from duetgan.commands.train import main
 from duetgan.training.base.task import Outline
-from duetgan.training.engine import preflight
-from duetgan.training.engine.health import explain
+from duetgan.training.engine import health, preflight
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.recipes import STUDIES
 from duetgan.utils.config.yaml_files import read_yaml
@@ -95,8 +94,10 @@ def test_all_the_memory_there_is():
     assert 2**28 < total_bytes(CPU) < 2**50
 
 
-def test_where_memory_ran_out_the_sizes_and_what_helps_are_named():
-    config = build_run_config({"task": "gan", "precision": "fp32", "batch_size": 24, "micro_batch": 8}, [], "x.yaml")
-    told: Any = explain(torch.OutOfMemoryError("no"), config, 3, 32)
-    sizes = "batch_size 24 over 1 process, at most 8 samples of 32 px a forward pass, fp32"
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, "1 process, at most 24"), (3, "3 processes, at most 8")])
+def test_where_memory_ran_out_the_sizes_and_what_helps_are_named(ranks, sizes, monkeypatch):
+    monkeypatch.setattr(health.collectives, "world_size", lambda: ranks)
+    config = build_run_config({"task": "gan", "precision": "fp32", "batch_size": 24}, [], "x.yaml")
+    told: Any = health.explain(torch.OutOfMemoryError("no"), config, 3, 32)
+    sizes = f"batch_size 24 over {sizes} samples of 32 px a forward pass, fp32"
     assert told.startswith(f"memory ran out at step 3: {sizes}. What helps: a smaller --micro-batch (same global b")

@@ -14,6 +14,7 @@ from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine import outputs
+from duetgan.training.optim.updater import Precision
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.end_to_end.helpers import differing, log_of, state_of, train_in_process, write_config
@@ -105,6 +106,27 @@ def test_a_full_disk_costs_the_status_and_the_grid_of_samples(tmp_path, capsys, 
     outputs.SampleGrids().begin(loop)
     path = tmp_path / "samples" / "step-00000007.png"
     assert shown == [(path, cause, "sample grids"), (7, "samples", "grid 7")]
+
+
+def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):
+    network, mixed = torch.nn.Linear(2, 1), Precision("fp16", torch.device("cpu"))
+    written: list[Any] = []
+
+    def open_events(folder: Any, *, purge_step: int) -> Any:
+        written.append((folder, purge_step))
+        return SimpleNamespace(scalars=lambda *given: written.append(given))
+
+    monkeypatch.setattr(outputs, "Events", open_events)
+    config = LogConfig(layers=["network"], layers_every=2)
+    layers = outputs.LayerLog(config, {"network": network, "scaler": mixed}, RunFolder(tmp_path))
+    for step in range(4):
+        loop: Any = SimpleNamespace(step=step)
+        layers.before_step(loop)
+        mixed.backward(network(torch.ones(3, 2)).sum())
+        loop.step += 1
+        layers.after_step(loop, {})
+    assert written[0] == (tmp_path / "tensorboard" / "layers", 2)
+    assert [(step, values["network/gradient_mean"]) for step, values in written[1:]] == [(2, 1.0), (4, 1.0)]
 
 
 def test_an_unknown_layer_is_refused_before_anything_is_written(tmp_path, packed, capsys):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine import lr_find
 from duetgan.training.engine.lr_find import Curve, Sweep, search, write
 from duetgan.training.optim.config import OptimizerConfig
@@ -178,13 +179,16 @@ def test_sweeps_that_cannot_be(rates):
 # --- on real training
 
 
-def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed, capsys):
+def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed, capsys, monkeypatch):
+    begun: list[str] = []
+    monkeypatch.setattr(ClassifierTask, "begin", lambda task: begun.append("a run"))
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     straight, searched = tmp_path / "straight", tmp_path / "searched"
     assert train_in_process(config, straight) == 0
     capsys.readouterr()
     other = ["--lr-find-to", "0.1", "--model.name", "resnet34"]
     assert train_in_process(config, searched, "--lr-find", *SHORT, *other) in (0, 2)
+    assert len(begun) == 2  # of the run before, too
     assert {path.name for path in searched.iterdir()} <= {"lr_find.png", "lr_find.json", ".lock"}
     assert train_in_process(config, searched, "--max-steps", "4") == 0  # another network: there was no run to fit to
     before = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
@@ -197,6 +201,7 @@ def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed
     else:  # a few steps on random images need not fall
         assert "falls at no rate" in out.err
     assert "searching from step 4 of 8" in out.err
+    assert len(begun) == 3  # by the run that began
     assert (searched / "lr_find.png").read_bytes()[:4] == b"\x89PNG"
     after = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
     assert after == before

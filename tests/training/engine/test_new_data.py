@@ -19,6 +19,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.models.by_class import class_parts
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.registry import ARCHITECTURES
+from duetgan.training.engine import preflight
 from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.engine.transfer import NewImages
@@ -126,13 +127,17 @@ def by_class(part, state):
     return found
 
 
-def test_all_but_the_classes_the_order_and_the_best_stays(begun):
+def test_all_but_the_classes_the_order_and_the_best_stays(begun, monkeypatch):
     run, config, options = begun
+    needed: list[int] = []
+    monkeypatch.setattr(preflight, "check_disk", lambda _folder, _task, count: needed.append(count))
     loop = prepare(build_run_config(read_yaml(config), options, "recipe"), RunFolder(run), torch.device("cpu"))
     fresh = deepcopy({name: part.state_dict() for name, part in loop.registry().items()})
     loop.manager.images.new_data = True
     assert loop.resume()
-    saved = load(newest_first(run / "checkpoints")[0])
+    existing = newest_first(run / "checkpoints")
+    saved = load(existing[0])
+    assert needed == [loop.config.checkpoint.max_on_disk(loop.config.steps) - len(existing)]
     before, after = saved["state"], {name: part.state_dict() for name, part in loop.registry().items()}
     assert before["loop"]["step"] == after["loop"]["step"] == 2
     assert (before["loader"]["consumed"], after["loader"]["consumed"]) == (2 * loop.config.batch_size, 0)

@@ -63,7 +63,10 @@ def test_every_row_of_the_plan(packed, monkeypatch):
     tree = {"task": "gan", "batch_size": 24, "steps": 7, "progressive": {"start": 8}, "checkpoint": saving}
     gan: Any = build_run_config(tree, [], "x")
     growing = GanTask(gan, task.dataset, None, CPU)
+    adapting = task_of(packed, batch_size=24, micro_batch="auto")
     monkeypatch.setattr(preflight.collectives, "world_size", lambda: 2)
+    auto = "24 global = 2 x 12, in micro-batches of 12, halved where memory runs out"
+    assert plan_of(adapting)["batch"] == auto
     sizes = {name: sum(p.numel() for p in network.parameters()) for name, (network, _) in growing.networks().items()}
     with Dataset(packed / "test.lmdb") as held_out:
         rows = plan_rows(task.config, task, task.dataset, held_out, CPU, "bf16 (a reason)")

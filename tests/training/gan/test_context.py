@@ -158,6 +158,15 @@ def test_losses_of_labels_need_two_classes(tmp_path, classes):
     assert same(*states) == (len(classes) < 2)
 
 
+def test_label_sets_are_shown_the_most_frequent_first(tmp_path):
+    sets = [[], [0], [0, 1], [1]]
+    labels = [0, 1, 1, 2, 2, 2, 3, 3]
+    images = np.zeros((8, 1, 16, 16), np.uint8)
+    pack_arrays(tmp_path / "data.lmdb", images, labels=labels, classes=["a", "b"], label_sets=sets)
+    task = Run(tmp_path, GAN, loss={"mismatch_weight": 0.0}).task
+    assert task.generator.label_sets == task.provenance()["sets"] == [[0, 1], [0], [1], []]
+
+
 def test_images_of_16_bits_with_transparency_are_augmented_as_such(tmp_path):
     spec = spec_of(4, alpha=True, depth="uint16", side=16)
     pack(tmp_path / "data.lmdb", spec, 16, 0)

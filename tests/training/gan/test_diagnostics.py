@@ -154,10 +154,9 @@ def test_what_is_said(case):
 NORM = "gradient_norm/generator"
 # thresholds none of which is the default
 ODD = WatchConfig(
-    **{"overfit": (0.6, 0.4), "sign": (0.7, 0.5), "margin_high": (6.0, 3.0), "margin_low": (0.2, 0.4), "worse": 1.5},
-    **{"diversity": (0.3, 0.5), "diversity_fall": 0.5, "ada": (0.8, 0.6), "norm_factor": 4.0, "patience": 3},
-    memorised=(0.01, 0.02),
-)
+    patience=3, overfit=(0.6, 0.4), sign=(0.7, 0.5), margin_high=(6.0, 3.0), margin_low=(0.2, 0.4), worse=1.5,
+    diversity=(0.3, 0.5), diversity_fall=0.5, ada=(0.8, 0.6), norm_factor=4.0, memorised=(0.01, 0.02),
+)  # fmt: skip
 # the best distance had the margin 2, the last is twice as large
 RISEN = {"margin at best": 2.0, "best": 1.0, "distance": 2.0}
 

@@ -152,9 +152,10 @@ def test_stages_that_do_not_fit_are_refused(options, resolution, message):
 
 
 def test_batches_and_schedules_have_a_least_length():
-    groups = {"discriminator": {"minibatch_std_group": 3}}
+    groups: dict[str, Any] = {"discriminator": {"minibatch_std_group": 3}}
     assert GanConfig(**groups).smallest_batch == 6  # path lengths take half of it
-    assert GanConfig(**groups, loss={"feature_matching_weight": 1, "feature_matching_group": 5}).smallest_batch == 30
+    groups["loss"] = {"feature_matching_weight": 1, "feature_matching_group": 5}
+    assert GanConfig(**groups).smallest_batch == 30
     for kimg, steps, images in ((None, 40, 480), (0.055, 5, 55), (1e-6, 1, 1)):
         config = GanConfig(steps=40, batch_size=12, schedule_kimg=kimg)
         assert (config.schedule_steps, config.schedule_images(32)) == (steps, images)

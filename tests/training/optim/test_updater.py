@@ -138,6 +138,11 @@ def test_settings_that_changed_since_the_checkpoint_are_taken(name, changed):
     assert not model.weight.equal(other.weight)
 
 
+def test_a_rate_for_another_batch_size_is_refused():
+    with pytest.raises(UserError, match="lr_batch_size is for classifiers; give this network's own lr instead"):
+        build(lr_batch_size=8)
+
+
 def test_the_share_of_a_schedule_free_average_is_refused_if_it_changed():
     updater, other = (build(name="schedulefree-sgd", momentum=momentum)[1] for momentum in (0.9, 0.8))
     told = "a share of 0.9, which a resume cannot change; give the same optimizer.momentum"
