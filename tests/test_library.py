@@ -137,7 +137,9 @@ def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_p
     capsys.readouterr()
     result = generator.evaluate(test, training=train, extractors=["pixels"], n=50, seed=1, progress=True)
     assert result.document == document
-    assert result["frechet"].floor == document["distances"][0]["floor"]
+    floors = {metric.name: metric.floor for metric in result.metrics if metric.floor is not None}
+    expected = document["distances"][0]
+    assert floors == {"frechet": expected["floor"], "kernel": expected["kernel_floor"]}
     assert result["density"].extractor == "pixels"
     assert [metric.name for metric in result.metrics].count("precision") == 1  # not that of `document` again
 

@@ -36,7 +36,8 @@ class Evaluation:
         metrics = []
         for row, results in rows_of(document):
             low, high = results.get(f"{row.key}_interval") or (None, None)
-            floor = results.get("floors", {"frechet": results.get("floor")}).get(row.key)
+            floors = {"frechet": results.get("floor"), "kernel": results.get("kernel_floor")}
+            floor = results.get("floors", floors).get(row.key)
             extractor = results.get("extractor", "")
             metrics.append(Metric(row.key, results[row.key], low, high, floor, extractor))
         return cls(metrics, document)
