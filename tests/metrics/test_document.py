@@ -73,7 +73,7 @@ def formatted(key: str, value: float | None) -> str:
     """A figure as it is reported."""
     if value is None or key == "support":
         return "-" if value is None else str(value)
-    return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}" if value >= 1e-4 else f"{value:.2g}"
+    return f"{100 * value:.1f} %" if key in PERCENT else f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.2g}"
 
 
 def test_the_accuracy_is_written_in_percent_and_the_likelihood_as_a_number():

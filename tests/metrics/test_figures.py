@@ -92,9 +92,43 @@ def test_what_a_figure_lacks_is_none_and_said():
     assert notes == {"x": "no training images"}
 
 
-def test_keys_and_docs_come_from_the_table():
-    for rows in (figures.CLASSIFIER, figures.GAN):
-        assert len({row.key for row in rows}) == len(rows)
+SETTINGS = """
+accuracy headline share interval training
+balanced_accuracy tile share interval
+top5_accuracy tile share interval
+auroc tile number interval
+average_precision tile number interval
+nll tile number interval training
+ece tile share interval training
+macro_f1 headline share interval training
+micro_f1 tile share interval training
+exact_match tile share interval training
+frechet column number interval training
+floor column number training
+kernel column number interval training
+kernel_floor column number training
+recognised headline share interval judge training recognised_by_class
+clipped_density headline share interval
+clipped_coverage headline share interval
+diversity_ratio headline number interval training diversity_by_class
+precision tile share interval
+recall tile share interval
+density tile number interval
+coverage tile share interval
+intra_class_frechet tile number interval intra_class_frechet_by_class
+"""
+
+
+def test_keys_settings_and_docs_come_from_the_table():
+    """Of each figure its place and unit, what it has and what it needs, and whether training computes it."""
+    lines = []
+    for row in figures.FIGURES:
+        flags = {"interval": row.interval, "judge": row.by_judge, "training": row.in_training, row.by_class: True}
+        words = [row.key, row.place, row.unit or "number", *(key for key in flags if flags[key])]
+        lines.append(" ".join(words).strip())
+    assert lines == SETTINGS.strip().splitlines()
+    assert [row.key for row in figures.LABELS if row.in_training] == [row.key for row in figures.LABELS]
+    assert [row.key for row in figures.LABELS[:2]] == ["auroc", "average_precision"]
     page = PAGE.read_text()
     assert written(page) == page, "python -m metrics.figures writes it"
     json.dumps({row.key: row.meaning for row in figures.FIGURES})
