@@ -29,6 +29,54 @@ def answered(labels, predicted, confidence):
     return Answers(torch.from_numpy(probabilities).log(), torch.tensor(labels), CLASSES)
 
 
+@pytest.fixture
+def charts(monkeypatch):
+    """The figures that would be written, by their file's name."""
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(images, "save_figure", lambda figure, path: drawn.update({path.name: figure}))
+    return drawn
+
+
+@pytest.mark.parametrize("count", [3, 30, 31])
+def test_the_confusion_is_shaded_by_the_true_class_and_has_its_counts(count, charts, tmp_path):
+    """More than 30 classes have no room for words."""
+    confusion = np.zeros((count, count), int)
+    confusion[:2, :3] = [[5, 0, 15], [3, 3, 0]]
+    images.save_confusion(confusion.tolist(), [f"c{label}" for label in range(count)], tmp_path / "x.png")
+    (axes,) = charts["x.png"].axes
+    (shades,) = axes.images
+    fractions = np.zeros((count, count))
+    fractions[:2, :3] = [[0.25, 0, 0.75], [0.5, 0.5, 0]]
+    np.testing.assert_allclose(shades.get_array(), fractions)
+    assert (shades.get_clim(), axes.get_xlabel(), axes.get_ylabel()) == ((0, 1), "predicted class", "true class")
+    words = [(text.get_position(), text.get_text(), text.get_color()) for text in axes.texts]
+    expected = [((0, 0), "5", "black"), ((2, 0), "15", "white"), ((0, 1), "3", "black"), ((1, 1), "3", "black")]
+    assert words == (expected if count < 31 else [])
+    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+        names = [label.get_text() for label in labels]
+        assert (names == [f"c{label}" for label in range(count)]) == (count < 31)
+    width, height = charts["x.png"].get_size_inches()
+    assert width == height == pytest.approx({3: 4.65, 30: 12, 31: 12}[count])
+
+
+def test_calibration_has_a_bar_for_each_bin_with_images(charts, tmp_path):
+    bins: list[Any] = [{"n": 0, "accuracy": None, "confidence": None} for _ in range(10)]
+    bins[4], bins[9] = {"n": 3, "accuracy": 1 / 3, "confidence": 0.42}, {"n": 8, "accuracy": 0.75, "confidence": 0.97}
+    images.save_reliability(bins, 0.1234, tmp_path / "x.png")
+    upper, lower = charts["x.png"].axes
+    for axes, heights in ((upper, [1 / 3, 0.75]), (lower, [3, 8])):
+        bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in axes.patches]
+        expected = [(start, 0.1, height) for start, height in zip((0.4, 0.9), heights, strict=True)]
+        assert bars == [pytest.approx(bar) for bar in expected]
+    points, diagonal = (np.transpose(line.get_data()) for line in upper.lines)
+    np.testing.assert_allclose(points, [[0.45, 0.42], [0.95, 0.97]])
+    assert diagonal.tolist() == [[0, 0], [1, 1]]
+    assert (upper.get_xlim(), upper.get_ylim(), lower.get_xlim()) == ((0, 1), (0, 1), (0, 1))
+    assert (upper.get_title(), upper.get_ylabel()) == ("calibration error 0.1234", "accuracy")
+    assert (lower.get_xlabel(), lower.get_ylabel()) == ("confidence", "images")
+    assert {text.get_text() for text in charts["x.png"].legends[0].get_texts()} == {"accuracy", "mean confidence"}
+
+
 def test_without_a_mistake_or_maps_nothing_is_drawn(test_reader, tmp_path, monkeypatch):
     def no_maps(*_: Any) -> torch.Tensor:
         raise UserError("layer 'fc' gives no maps")
