@@ -1,9 +1,11 @@
 """`duet compare-images`: for an evaluation's images it gives the evaluation's figures; what it adds has an oracle."""
 
 import json
+import re
 import tarfile
 import zipfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,20 @@ from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import build, pixel_features
+from duetgan.metrics.features.selection import Selection
 from duetgan.metrics.figures import UNLABELLED
+from duetgan.metrics.image_sets import near_copies
 from duetgan.metrics.intervals import wilson
+from duetgan.metrics.samples import memorisation
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import numpy_generator
+from tests.conftest import assert_raises
 from tests.metrics.conftest import SIDE, pack
+from tests.metrics.test_document import formatted
 
 SEED = 3
 
@@ -58,12 +66,12 @@ def samples(tmp_path_factory):
     return {path.stem if path.suffix == ".lmdb" else path.suffix or "folder": path for path in folder.iterdir()}
 
 
-def features_of(path: Any, seed: int | None = None) -> torch.Tensor:
+def features_of(path: Any, seed: int | None = None, role: str = "test") -> torch.Tensor:
     """The pixel features of a packed file, in the order of a seed's draw."""
     with Dataset(path) as images:
         order = np.arange(len(images))
         if seed is not None:
-            order = numpy_generator(seed, "eval", "test").permutation(len(images))
+            order = numpy_generator(seed, "eval", role).permutation(len(images))
         return pixel_features(images.spec)(torch.from_numpy(images.read(order)[0])).double()
 
 
@@ -129,9 +137,39 @@ def test_without_training_images_floors_are_of_halves_and_copies_are_of_the_refe
     assert closest == set(enumerate(order.tolist()))
 
 
+def test_an_image_that_is_as_near_as_the_bound_is_no_copy():
+    """Twins in the reference are at distance 0, and so is a copy."""
+    real = torch.tensor([[0.0], [0.0], [1.0], [3.0]])
+    reference = memorisation.RealImages(None, Selection(np.arange(4) + 7, np.array([0, 1, 2, 0]), ""), real)  # type: ignore[arg-type]
+    found = near_copies(pixel_features(ImageSpec(1, 8, 8)), torch.tensor([[1.0], [2.5], [0.0]]), reference)
+    closest = [(0, 0, 9, 0.0), (2, 2, 7, 0.0), (1, 1, 9, 1.5)]
+    keys = ("sample", "label", "train", "distance")
+    assert found.pop("closest") == [dict(zip(keys, pair, strict=True)) for pair in closest]
+    about = {"extractor": "pixels", "weights": "", "searched": 3, "expected": 0.25}
+    assert found == about | {"share": 0.0, "share_interval": wilson(0, 3)}
+
+
+def test_sets_of_more_than_eight_bits_are_compared_as_they_are_stored(tmp_path):
+    """In one channel, and from the same values to the same ones."""
+    draw = np.random.default_rng(0)
+    for name, channels, high in (("a", 1, 4095), ("b", 1, 4095), ("c", 1, 65535), ("d", 3, 4095)):
+        values = draw.integers(0, 4096, (12, channels, 8, 8)).astype(np.uint16)
+        values[0, 0, 0, :2] = 0, high  # the range is that of the values
+        pack_arrays(tmp_path / f"{name}.lmdb", values)
+    compare = partial(duetgan.compare_images, tmp_path / "a.lmdb", extractors=["pixels"])
+    (row,) = compare(tmp_path / "b.lmdb").document["distances"]
+    fake, real = (features_of(tmp_path / f"{name}.lmdb", seed) for name, seed in (("a", None), ("b", 0)))
+    assert row["frechet"] == pytest.approx(frechet_distance(fake, real)[0], rel=1e-6)
+    for other in "cd":
+        assert_raises(duetgan.UserError, "or pack them alike", compare, tmp_path / f"{other}.lmdb")
+
+
 def test_results_are_typed_and_a_table(samples, files):
+    """Of a larger set, n images are drawn by the seed."""
     result = duetgan.compare_images(samples["packed"], files["val_path"], extractors=["pixels"], n=30, seed=SEED)
     row = result.document["distances"][0]
+    fake, real = features_of(samples["packed"], SEED, "images")[:30], features_of(files["val_path"], SEED)[:30]
+    assert row["frechet"] == pytest.approx(frechet_distance(fake, real)[0], rel=1e-6)
     metric = result["recall"]
     assert (metric.value, [metric.low, metric.high]) == (row["recall"], row["recall_interval"])
     assert (metric.floor, metric.extractor) == (row["floors"]["recall"], "pixels")
@@ -150,13 +188,25 @@ def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refu
     for more, origin in (([], "one half of the reference"), (["--training", files["path"]], files["path"])):
         assert run_cli(script.main, [*arguments, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
-        row = document["distances"][0]
-        low, high = row["coverage_interval"]
-        cells = f"{100 * row['coverage']:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-        assert any(line.startswith("coverage") and cells in line for line in lines)
-        assert any(line.startswith("pixels") and "floor (n 30)" in line for line in lines)
-        assert any(line.startswith("floor: the metric between " + origin) for line in lines)
-        assert any(line.startswith("copies: ") for line in lines)
+        options = {"training": files["path"]} if more else {}
+        document = duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=30, **options).document
+        assert lines[:3] == [" compared with ".join(arguments[:2]), f"n 30 of each, {SIDE}x{SIDE} px, seed 0", ""]
+        (row,), copies = document["distances"], document["memorisation"]
+        table = [["pixels", "value", "floor (n 30)"]]
+        for figure in UNLABELLED:
+            value, floor = (formatted(figure.key, values[figure.key]) for values in (row, row["floors"]))
+            if row[f"{figure.key}_interval"]:
+                low, high = (formatted(figure.key, end) for end in row[f"{figure.key}_interval"])
+                value += f" (95 % interval {low.removesuffix(' %')} to {high})"
+            table.append([figure.title, value, floor])
+        assert [re.split(r" {2,}", line) for line in lines[3:-4]] == table
+        assert lines[-4:-2] == ["", f"floor: the metric between {origin} and the other images of the reference"]
+        share, expected = (formatted("recall", copies[key]) for key in ("share", "expected"))
+        text = f"{share} of the images unusually near to images of the reference, {expected} expected (pixels)"
+        if more:
+            text = f"no sign of copies: {share} of the samples unusually near to training images, {expected} expected; "
+            text += f"p {formatted('p', copies['p_value'])} (pixels, 90 searched)"
+        assert lines[-2] == f"copies: {text}"
         assert lines[-1].startswith("n: only 30 test images")
 
 

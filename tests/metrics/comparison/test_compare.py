@@ -1,6 +1,7 @@
 """evaluate.py --compare, on evaluations that are written by hand and on those of untrained runs."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -105,12 +106,19 @@ def sampled(folder, share=0.5, *, judge="sha256:1", frechet=3.0, width=0.2, weig
 
 def test_gans_are_compared_by_their_intervals(tmp_path):
     first, second = sampled(tmp_path / "a", 0.5), sampled(tmp_path / "b", 0.75, frechet=2.5)
-    found = rows_of(compare([first, second]))
-    assert found["recognised"]["verdict"] == "better"
-    assert found["clipped_density classifier w"]["verdict"] == "better"
-    assert found["intra_class_frechet classifier w"]["verdict"] == "cannot tell"
+    document = compare([first, second])
+    found = rows_of(document)
     row = found["frechet classifier w"]
-    assert row["verdict"] == "better"  # smaller
+    lines = comparison_table(document).splitlines()
+    assert (lines[0], lines[2]) == ("gan, 400 images, seed 0", f"{first} and {second}")
+    low, high = found["recognised"]["interval"]
+    assert [re.split(r" {2,}", line.strip()) for line in lines[3:8]] == [
+        ["first", "second", "difference", "95 % interval", "p", "the second is"],
+        ["recognised", "0.5000", "0.7500", "+0.2500", f"{low:+.4f} to {high:+.4f}", "<0.0001", "better"],
+        ["frechet classifier w", "3.0000", "2.5000", "-0.5000", "-0.7828 to -0.2172", f"{row['p']:.4f}", "better"],
+        ["clipped_density classifier w", "0.5000", "0.7500", "+0.2500", "+0.1793 to +0.3207", "<0.0001", "better"],
+        ["intra_class_frechet classifier w", "0.5000", "0.7500", "+0.2500", "-", "-", "cannot tell"],
+    ]
     assert row["interval"] == pytest.approx([-0.5 - 0.2 * 2**0.5, -0.5 + 0.2 * 2**0.5])
     wide = sampled(tmp_path / "c", 0.5, frechet=2.5, width=0.9)
     assert rows_of(compare([first, wide]))["frechet classifier w"]["verdict"] == "cannot tell"
