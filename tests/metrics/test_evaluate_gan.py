@@ -19,7 +19,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
-from tests.metrics.conftest import SIDE, gan_run, pack
+from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 
 PIXELS = pixel_features(ImageSpec(1, 16, 16))
 
@@ -68,7 +68,9 @@ def test_subsets_of_the_kernel_distance_are_of_the_given_seed(generator, test_re
     assert (row["kernel"], row["kernel_floor"]) == (11, 11)
 
 
-def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_reader, train_reader, monkeypatch):
+def test_the_search_for_copies_knows_the_labels_of_both_sets(
+    generator, test_reader, train_reader, monkeypatch, tmp_path
+):
     sets: list[Any] = []
     search = memorisation.memorisation
 
@@ -81,6 +83,9 @@ def test_the_search_for_copies_knows_the_labels_of_both_sets(generator, test_rea
     train = memorisation.training_selection(train_reader.labels(), n=30, searched=40, seed=3)
     test = select(test_reader.labels(), n=30, seed=3, role="test", per_class=8)
     assert [each.labels.tolist() for each in sets] == [train.labels.tolist(), test.labels[:30].tolist()]
+    with Dataset(pack(tmp_path / "others.lmdb", classes=["a", "b", "c"], seed=5)) as others:  # other names
+        evaluate(generator, test_reader, train_dataset=others, searched=40)
+    assert [each.labels.tolist() for each in sets[2:]] == [[0] * 40, [0] * 30]
 
 
 def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
@@ -96,6 +101,7 @@ def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, 
     assert (found["n"], found["memorisation"]["searched"]) == (60, 12)
     assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is silent["memorisation"] is None
     assert "no search" in silent["notes"]["memorisation"]
+    assert evaluate(generator, test_reader, n=2)["distances"][0]["n"] == 2
     assert_raises(UserError, "at least 2 images", evaluate, generator, test_reader, n=1)
 
 
@@ -189,6 +195,9 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     other = Counting("other")
     evaluate(generator, test_reader, extractors=[counting, other], real=real, seed=9)
     assert other.seen > 30
+    before, counting.source = counting.seen, "other weights"
+    evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)
+    assert counting.seen - before > samples
 
 
 @pytest.mark.parametrize(
@@ -231,8 +240,16 @@ def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test
     constant = torch.tensor([1.0, 0.0, 0.0]).double().expand(100, 3)
     found = _skill(constant, test_reader, labels, None)
     assert (found["accuracy"], found["majority_class_rate"], found["is_weak"]) == (0.8, 0.8, True)
-    assert "right on 80% of the real images" in weak_judges(found, {"x": found, "y": found | {"n": 5}})["recognised"]
-    assert weak_judges(None, {"y": found}).keys() == {"weak_extractors"}
+    weak, skilled = found | {"accuracy": 0.6}, found | {"is_weak": False}
+    words = "the classifier is too weak to judge the GAN: it is right on {} of the real images at the samples' size; "
+    words += "always predicting the most frequent class is right on 80%"
+    told = weak_judges(found, {"x": found, "y": weak, "z": skilled})  # x is the judge
+    assert told == {"recognised": words.format("80%"), "weak_extractors": f"y: {words.format('60%')}"}
+    assert weak_judges(None, {"y": found, "z": skilled}) == {"weak_extractors": f"y: {words.format('80%')}"}
+    assert weak_judges(skilled, {"x": skilled}) == {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judge, "class_names", tuple(CLASSES[::-1]))
+        assert judge_skills([judge], train_reader, 30, Namespace(seed=0, batch_size=8)) == [None]
     other = judge_skills([None, judge], train_reader, 30, Namespace(seed=0, batch_size=8))
     assert other == [None, other[1]]
     assert other[1]["majority_class_rate"] == pytest.approx(1 / 3, abs=0.1)

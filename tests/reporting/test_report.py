@@ -7,12 +7,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from duetgan.metrics.tables import credible
 from duetgan.reporting.pictures import LARGEST_SIDE
 from duetgan.reporting.report import write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
@@ -262,6 +264,27 @@ def test_a_weak_judges_metrics_are_left_out_and_a_skilled_ones_stay(tmp_path, is
     assert [words for words in of_judge if words in text] == ([] if is_weak else of_judge)
     assert ("25.0 %" in text) is is_weak  # under the extractor that is no weak classifier
     assert "no sign of copies" in text
+
+
+def test_metrics_of_a_weak_classifier_are_those_of_the_first_extractor_that_is_none():
+    """Those by the judge go if it is the judge that is weak."""
+    rows: list[dict[str, Any]] = [{"extractor": name} for name in ("classifier:x", "pixels", "resnet50")]
+    features: dict[str, Any] = {}
+    for number, row in enumerate(rows):
+        row |= {"recall": number, "recall_interval": [number] * 2, "diversity_by_class": {"a": number}}
+    features = {key: value for key, value in rows[0].items() if key != "extractor"}
+    judged = {"recognised": 0.5, "recognised_interval": [0.4, 0.6], "recognised_by_class": {"a": 0.5}}
+    document = features | judged | {"distances": rows, "images": ["recognised_best.png", "real.png"], "n": 3}
+    for is_weak, weak in ((0, []), (0, ["classifier:x"]), (0, ["resnet50"]), (1, ["classifier:x", "pixels"])):
+        found = credible(document | {"judge": {"is_weak": is_weak}, "weak_extractors": weak})
+        trusted = [row for row in rows if row["extractor"] not in weak]
+        assert found["distances"] == trusted
+        first = trusted[0] if "classifier:x" in weak else rows[0]
+        assert {key: found[key] for key in features} == {key: first[key] for key in features}
+        assert {key: found[key] for key in judged} == (dict.fromkeys(judged) if is_weak else judged)
+        assert (found["images"], found["n"]) == (document["images"][is_weak:], 3)
+    found = credible(document | {"weak_extractors": [row["extractor"] for row in rows]})
+    assert (found["distances"], {found[key] for key in features}) == ([], {None})
 
 
 def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
