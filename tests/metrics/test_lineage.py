@@ -149,7 +149,10 @@ def test_a_restored_classifier_knows_its_lineage_and_two_generators_have_two_fin
     assert classifier_from(judge_of(tmp_path / "plain")).lineage == Lineage.of()
     one = load(resolve(gan_run(tmp_path / "a", content_hash="f00d")))
     passport = provenance_of(generator_from(one), one, seed=3, truncation_psi=0.5, selection="the best half")
-    assert (passport["trained_on"], passport["step"], passport["selection"]) == ("f00d", 7, "the best half")
+    assert passport | {"generator": ""} == {
+        "generator": "", "step": 7, "seed": 3, "truncation_psi": 0.5, "selection": "the best half",
+        "trained_on": "f00d", "classes": CLASSES,
+    }  # fmt: skip
     other = load(resolve(gan_run(tmp_path / "b", classes=[])))
     assert provenance_of(generator_from(other), other, seed=3)["generator"] != passport["generator"]
 

@@ -93,13 +93,16 @@ def test_mean_of_each_class_on_its_own():
     labels[labels == 3] = torch.where(torch.arange(30) == 0, 3, 0)  # one image of class 3
     samples, real = torch.randn(120, 6, generator=draw), torch.randn(120, 6, generator=draw) + labels[:, None]
     result = intra_class_frechet(samples, real, labels, 5)
-    expected = [distance(samples[labels == label], real[labels == label]) for label in range(3)]
-    assert result.by_class == [*(pytest.approx(value, rel=1e-6) for value in expected), None, None]
-    assert result.value == pytest.approx(sum(expected) / 3, rel=1e-6)
-    low, high = result.interval or [1, 0]
-    assert low < (result.value or 0) < high
+    results = [frechet_distance(samples[labels == label], real[labels == label]) for label in range(3)]
+    values, variances = zip(*results, strict=True)
+    assert result.by_class == [*(pytest.approx(value, rel=1e-6) for value in values), None, None]
+    mean, half = sum(values) / 3, 1.959964 * sum(variances) ** 0.5 / 3
+    assert [result.value, *(result.interval or ())] == pytest.approx([mean, mean - half, mean + half])
     assert result.images == 30
     assert "the smallest class has 30 samples and 30 real images" in result.note
+    for n in (499, 500):
+        one = intra_class_frechet(standard(n, 2, 0), standard(n, 2, 1), torch.zeros(n, dtype=torch.int64), 1)
+        assert bool(one.note) == (n == 499)
     none = intra_class_frechet(samples[:1], real[:1], labels[:1], 2)  # no class with two images
     assert (none.value, none.interval, none.by_class, none.images) == (None, None, [None, None], 0)
 

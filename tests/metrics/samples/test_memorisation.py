@@ -2,12 +2,16 @@
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
 
+from duetgan.metrics.samples import memorisation as module
 from duetgan.metrics.samples import neighbours
 from duetgan.metrics.samples.memorisation import (
     Nearest,
@@ -16,8 +20,10 @@ from duetgan.metrics.samples.memorisation import (
     fraction_below,
     memorisation,
     nearest,
+    neighbour_images,
     training_bound,
 )
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import generator
 
 
@@ -84,6 +90,26 @@ def test_training_bound_by_hand():
     expected = chance_bound(np.array([2, 1, 1]), np.array([3 / 4, 1 / 3, 1 / 3]), 3)
     assert chance == pytest.approx(expected, abs=1e-15)
     assert training_bound(to_train, other, train, held_out, bound=0.05) == (0, 0, 1.0)
+
+
+def test_a_sample_stands_beside_its_training_image(monkeypatch):
+    """With a gap of a 16th of its width; the distance is put beside the usual one if that is not 0."""
+    drawn, real = torch.full((2, 1, 5, 34), 7, dtype=torch.uint8), np.full((2, 1, 5, 34), 9, np.uint8)
+    draw, read = Mock(return_value=drawn), Mock(return_value=(real, None))
+    monkeypatch.setattr(module, "draw_samples", draw)
+    generator: Any = SimpleNamespace(classes=3)
+    train: Any = SimpleNamespace(spec=ImageSpec(1, 5, 34), read=read)
+    copies: dict[str, Any] = {"closest": [{"sample": 3, "label": 1, "train": 8, "distance": 0.25}]}
+    copies["first"] = [{"sample": 0, "label": 2, "train": 5, "distance": 4}]
+    ratios = [f"{ratio} of the usual distance" for ratio in ("0.50", "8.00")]
+    for usual, words in ((0.5, ratios), (0, ["distance 0.25", "distance 4"])):
+        copies["usual_distance"] = usual
+        images, captions = neighbour_images(generator, train, copies, seed=6)
+        read.assert_called_with([8, 5])
+        assert (draw.call_args.args[1].tolist(), draw.call_args.args[2]) == ([1, 2], [3, 0])
+        assert (draw.call_args.args[0], draw.call_args.kwargs) == (generator, {"seed": 6})
+        assert captions == [f"sample 3 | record 8\n{words[0]}", f"sample 0 | record 5\n{words[1]}"]
+        assert [image[0, 0].tolist() for image in images] == [[7] * 34 + [255] * 2 + [9] * 34] * 2
 
 
 def three_sets():
