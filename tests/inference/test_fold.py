@@ -32,6 +32,13 @@ def norms(model) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
+class Untraceable(nn.Module):
+    """Its way depends on the values, which torch.fx cannot trace."""
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     """As bfloat16 is."""
     assert 0 < float((found - expected).detach().norm() / expected.detach().norm()) < 0.03
@@ -64,7 +71,7 @@ def test_what_is_folded_and_which_norms_stay():
     with forked(0, "test"):
         conv, norm, x = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), torch.randn(2, 2, 3, 3)
     without = nn.BatchNorm2d(2, track_running_stats=False)
-    for layers in ([conv, nn.ReLU(), norm], [norm, conv], [conv, without]):
+    for layers in ([conv, nn.ReLU(), norm], [norm, conv], [conv, without], [conv, norm, Untraceable()]):
         model = nn.Sequential(*layers).eval()
         folded = fold_batchnorm(model)
         assert len(norms(folded)) == 1
@@ -85,10 +92,14 @@ def test_n8_a_faster_classifier_gives_the_folded_networks_logits_and_leaves_the_
     model, cpu = classifier(), torch.device("cpu")
     with forked(0, "test"):
         x = torch.randn(4, 1, 16, 16)
-    expected = model(x)
+    expected, kinds = model(x), []
     for precision in ("auto", "fp32"):
         assert faster(model, cpu, precision=precision, fold=False)(x).equal(expected)
         assert faster(model, cpu, precision=precision, fold=True)(x).equal(fold_batchnorm(model)(x))
+    with model.network.conv1.register_forward_hook(lambda _, __, output: kinds.append(output.dtype)):
+        for precision in ("bf16", "fp16", "fp32", "auto"):
+            faster(model, cpu, precision=precision, fold=False)(x)
+    assert kinds == [torch.bfloat16, torch.float16, torch.float32, torch.float32]
     for fold in (False, True):
         reduced = faster(model, cpu, precision="bf16", fold=fold)
         with torch.autocast("cpu", enabled=False):  # as an evaluation in full float32 has it

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from duetgan.models.backbones.base import Backbone
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.registry import BACKBONES, backbone_of
-from duetgan.models.weights import find_weights, load_pretrained
+from duetgan.models.weights import cached_weights, find_weights, load_pretrained
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
 from duetgan.utils.config.build import build as from_keys
 from duetgan.utils.errors import UserError
@@ -168,6 +169,16 @@ def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path)
     monkeypatch.setattr("duetgan.models.weights._download", lambda url, what: f"{tmp_path}/{Path(url).name}")
     found = find_weights("IMAGENET1K_V1", name)
     assert found.name == Path(torchvision.models.get_model_weights(name).IMAGENET1K_V1.url).name
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    assert cached_weights(name) is None
+    (tmp_path / "checkpoints").mkdir()
+    for member in torchvision.models.get_model_weights(name):  # the newest file is the last
+        (tmp_path / "checkpoints" / Path(member.url).name).touch()
+        assert cached_weights(name) == tmp_path / "checkpoints" / Path(member.url).name
+        crop, resize = member.transforms().crop_size[0], member.transforms().resize_size[0]
+        images_of = partial(backbone_of(name).images_of, name)
+        assert images_of(Path(member.url).name)[:2] == (crop, resize)
+    assert images_of("x.pth") == images_of(found.name)
     told = rf"'IMAGENET1K': no such file \(did you mean 'IMAGENET1K_V1'\?\); {name} has IMAGENET1K_V1"
     assert_raises(UserError, told, find_weights, "IMAGENET1K", name)
 

@@ -74,15 +74,18 @@ def test_relus_overwrite_their_input_or_not_and_give_the_same(inplace):
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
 @pytest.mark.parametrize("weights", [None, "file.pth"])
 @pytest.mark.parametrize("normalise", ["auto", "symmetric", "imagenet"])
-def test_images_are_normalised_as_asked(weights, normalise):
-    model = build(stem="small", weights=weights, normalise=normalise)
-    x = draw(2, 3, 8, 8).float().clamp(-1, 1)
+def test_images_are_normalised_as_asked(weights, normalise, channels, slim):
+    """Grey by the means of the colours' numbers; a fourth channel as red."""
+    model = build(channels, stem="small", weights=weights, normalise=normalise)
+    x = draw(2, channels, 8, 8).float().clamp(-1, 1)
     if normalise == "imagenet" or (normalise == "auto" and weights):
-        expected = torchvision.transforms.functional.normalize(
-            (x + 1) / 2, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-        )
+        mean, std = [0.485, 0.456, 0.406, 0.485][:channels], [0.229, 0.224, 0.225, 0.229][:channels]
+        if channels < 3:
+            mean, std = [0.449] * channels, [0.226] * channels
+        expected = torchvision.transforms.functional.normalize((x + 1) / 2, mean, std)
         torch.testing.assert_close(model.prepare(x), expected)
     else:
         assert model.prepare(x) is x
