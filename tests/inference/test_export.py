@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 import duetgan
 from duetgan.commands import evaluate
 from duetgan.commands import export as script
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference.export import check
 from duetgan.inference.export.check import CheckFailed, Row, compare, judge
@@ -248,9 +250,17 @@ def test_a_temperature_stays_in_every_export_and_changes_no_predicted_class(run,
 
 
 def test_a_temperature_needs_held_out_images_of_one_label(run, runs, tmp_path):
+    """One of a hundred may be a training image, as between public training and test sets."""
     out = tmp_path / "x.safetensors"
+    with Dataset(run.parent / "train.lmdb") as train, Dataset(pack(tmp_path / "own.lmdb", count=99, seed=5)) as own:
+        for shared in (1, 2):
+            pixels = np.concatenate([train.read(range(shared))[0], own.read(range(100 - shared))[0]])
+            pack_arrays(tmp_path / f"{shared}.lmdb", pixels, np.arange(100) % 3, CLASSES)
+    with Dataset(tmp_path / "1.lmdb") as images:
+        assert calibrate(load(resolve(run)), images, batch_size=64)["n"] == 100
     for checkpoint, more, told in (
         (run, ["--data", str(run.parent / "train.lmdb")], "60 of 60 images were trained on; a temperature needs held"),
+        (run, ["--data", str(tmp_path / "2.lmdb")], "2 of 100 images were trained on; a temperature needs held-out"),
         (run, ["--data", str(pack(tmp_path / "few.lmdb", count=3, seed=5))], "a temperature needs at least 4 images"),
         (classifier_run(tmp_path / "run"), [], r"no images to check.*with --data X\.lmdb"),
         (runs["grey"], [], "--fit-temperature is for a classifier of one label an image"),
