@@ -11,7 +11,6 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_classifier import (
     answers_of,
     classify,
-    document_of,
     evaluate_classifier,
 )
 from duetgan.metrics.figures import CLASSIFIER, history
@@ -48,14 +47,6 @@ def test_every_image_counts_once_at_any_batch_size(test_reader):
     answers = answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, records=FIRST), FIRST)
     assert answers.labels.tolist() == [0] * 20  # packed in the order of classes
     assert answers.names == CLASSES
-
-
-def test_the_majority_class_is_that_of_the_labels_and_not_of_the_predictions(tmp_path):
-    images = sample_images(12, 1, side=SIDE)
-    pack_arrays(tmp_path / "x.lmdb", images, [0] * 9 + [1] * 3, CLASSES)
-    with Dataset(tmp_path / "x.lmdb") as reader:
-        document = document_of(answers_of(ByBrightness(), reader, classify(ByBrightness(), reader)), seed=0)
-    assert document["majority_class_rate"] == 0.75
 
 
 def test_mode_comes_back_and_training_pays_for_what_it_follows(test_reader):

@@ -16,7 +16,6 @@ from duetgan.metrics.features.extractors import (
     classifier_input,
     find_weights,
     load_resnet50,
-    pixel_features,
     resnet50_features,
     shared_pass,
 )
@@ -41,13 +40,6 @@ def classifier(channels=1, resolution=8):
 
 def sample_images(n=4, channels=1, side=8):
     return torch.randint(256, (n, channels, side, side), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
-def test_pixels_are_averages_in_0_to_1():
-    features = pixel_features(ImageSpec(3, 16, 16))(sample_images(channels=3, side=16))
-    expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
-    torch.testing.assert_close(features, expected.flatten(1))
-    assert features.shape[1] == pixel_features(ImageSpec(3, 16, 16)).dim
 
 
 def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
