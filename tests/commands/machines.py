@@ -62,13 +62,13 @@ class Accelerator(Fast):
 
 
 def seen(
-    count: int, classes: int, *, held_out: int = 0, side: int = 256, channels: int = 3, source: str = "images"
+    count: int, classes: int, *, held_out: int = 0, side: int = 256, channels: int = 3, source: str = "images", **others
 ) -> Survey:
     """Images as `survey` describes them."""
     share = count // max(1, classes)
     each = {"smallest_class": share, "side": side, "channels": channels, "seconds": 0.003}
     own = {"source": source, "count": count, "held_out": held_out, "classes": classes}
-    return Survey(**own, **each, unreadable="")  # type: ignore[arg-type]
+    return Survey(**own, **each, **{"unreadable": "", **others})  # type: ignore[arg-type]
 
 
 SAMPLE = seen(10_000, 10, held_out=2000, side=28, channels=1)

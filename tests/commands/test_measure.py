@@ -1,6 +1,8 @@
 """This machine: weights that are at hand, speeds on noise, and what is said of a plan."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from duetgan.commands.planning.measure import (
     plan_lines,
     weights_at_hand,
 )
-from duetgan.commands.planning.plan import GAN, Machine, Plan, choose
+from duetgan.commands.planning.plan import GAN, TUNED, Machine, Plan, choose
+from duetgan.data.reading.dataset import Dataset
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.cli import Parser
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
+from duetgan.utils.machine import cores
+from duetgan.utils.text import duration
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.conftest import assert_raises
 
@@ -69,40 +74,57 @@ def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
     assert_raises(UserError, "no such file", weights_at_hand, str(tmp_path / "missing.safetensors"))
 
 
-def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing_at_hand, monkeypatch, capsys):
-    monkeypatch.setenv("DUET_PRECISION", "fp32")
-    machine = ThisMachine(tmp_path, None)
-    options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
-    first = machine.speed(GAN, options, 16, seen(60, 3))
-    assert first.images_per_second > 0
-    assert "images/s" in capsys.readouterr().out
-    assert machine.speed(GAN, options, 16, seen(60, 3)) is first
-    assert capsys.readouterr().out == ""
-    assert [file.name for file in tmp_path.glob("*.lmdb")] == ["16.lmdb"]
-
-
-def test_speeds_are_measured_without_labels(tmp_path, nothing_at_hand, monkeypatch):
+@pytest.mark.parametrize(("classes", "channels"), [(3, 3), (0, 1)])
+def test_speeds_are_measured_on_noise(tmp_path, monkeypatch, classes, channels):
     monkeypatch.setenv("DUET_PRECISION", "fp32")
     options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
-    options += ["--loss.mismatch-weight", "0"]
-    assert ThisMachine(tmp_path, None).speed(GAN, options, 16, seen(60, 0, channels=1)).images_per_second > 0
+    options += [] if classes else ["--loss.mismatch-weight", "0"]
+    images = seen(60, classes, channels=channels)
+    speed = ThisMachine(tmp_path, None).speed(GAN, options, 16, images)
+    assert (speed.precision, speed.images_per_second > 0) == ("fp32", True)
+
+
+def test_each_recipe_size_and_choice_of_options_is_measured_once(tmp_path, monkeypatch, capsys):
+    calls: list[list[str]] = []
+
+    def measured(config, overrides):
+        calls.append([config, *overrides])
+        return "bf16", 1000.0 + len(calls)
+
+    monkeypatch.setattr("duetgan.training.engine.speed.measure_recipe", measured)
+    machine, images = ThisMachine(tmp_path, WEIGHTS), seen(400, 90, channels=1)
+    assert (machine.start, machine.cores, machine.weights) == (9.0, cores(), WEIGHTS)
+    tuned = ["--model.weights", "w.pth"]
+    recipes = [(GAN, [], 16), (GAN, [], 8), (GAN, ["--steps", "3"], 16), (TUNED, tuned, 16)]
+    for _ in range(2):
+        speeds = [machine.speed(*recipe, images) for recipe in recipes]
+        assert speeds == [("bf16", 1001.0 + number) for number in range(4)]
+    data = {side: ["--data.path", str(tmp_path / f"{side}.lmdb"), "--data.val-path", "null"] for side in (8, 16)}
+    unread = [*tuned, *data[16], "--model.weights", "null", "--model.normalise", "imagenet"]
+    assert calls == [[GAN, *data[16]], [GAN, *data[8]], [GAN, "--steps", "3", *data[16]], [TUNED, *unread]]
+    shown = capsys.readouterr().out.splitlines()
+    assert (len(shown), shown[1]) == (4, "  quickstart_gan, 8 px: training at 1,002 images/s in bf16")
+    for side in data:
+        with Dataset(tmp_path / f"{side}.lmdb") as noise:
+            assert (len(noise), noise.spec.shape, noise.meta.histogram) == (90, (1, side, side), [1] * 90)
 
 
 def test_plan_is_told_with_reasons_lengths_and_times():
     machine = Fast()
     machine.weights = WEIGHTS
     plan = choose(seen(300, 5), machine, minutes=20)
-    text = "\n".join(plan_lines(plan))
-    for training in (plan.classifier, plan.gan):
+    begin = time.time()
+    lines = plan_lines(plan)
+    expected = list(plan.notes)
+    for name, training in (("classifier", plan.classifier), ("gan", plan.gan)):
         passes = training.steps * training.batch_size / plan.training_images
-        assert f"{training.steps:,} steps of {training.batch_size} images, each image seen {passes:,.1f} times" in text
-    told = ["fine-tuned from resnet50's ImageNet weights", "with ADA, because there are fewer than 10,000"]
-    told += ["GAN: ", "classifier: ", "train classifier: ", "expected time: ", ", until about"]
-    assert [words for words in told if words not in text] == []
-    assert "images:" not in text  # told before anything is measured
-    quick = "\n".join(plan_lines(choose(SAMPLE, Machine(), minutes=15, quick=True)))
-    assert "--quick" in quick
-    assert "images/s" not in quick
+        steps = f"{training.steps:,} steps of {training.batch_size} images, each image seen {passes:,.1f} times"
+        expected.append(f"train {name}: {steps}, about {duration(training.seconds)}")
+    assert lines[:-1] == expected
+    ends = {time.strftime("%H:%M", time.localtime(now + plan.seconds)) for now in (begin, time.time())}
+    assert lines[-1] in {f"expected time: 19 min, until about {end}" for end in ends}
+    quick = choose(SAMPLE, Machine(), minutes=15, quick=True)
+    assert plan_lines(quick) == [*quick.notes, "only a few training steps of each (--quick)"]
 
 
 def planned(*words: str) -> Plan:
@@ -112,20 +134,38 @@ def planned(*words: str) -> Plan:
 
 
 def test_command_writes_the_plan(tmp_path, capsys):
-    assert run_cli(measure.main, ["sample", "--quick", "--seed", "3", "--out", str(tmp_path / "plan.json")]) == 0
-    assert capsys.readouterr().out.count("images: 10,000 images") == 1
-    made, tree = planned("--quick", "--seed=3"), json.loads((tmp_path / "plan.json").read_text())
-    ignored = {"survey": None, "seconds": None}
-    assert tree | ignored == made.model_dump() | ignored
-    assert (made.seed, made.request) == (3, ["sample", "--seed", "3", "--quick"])
+    words = ["sample", "--quick", "--seed", "3", "--minutes", "20"]
+    assert run_cli(measure.main, [*words, "--out", str(tmp_path / "plan.json")]) == 0
+    made = Plan.read(json.loads((tmp_path / "plan.json").read_text()))
+    assert capsys.readouterr().out.splitlines() == [f"images: {made.survey.text()}", *plan_lines(made)]
+    request = {"seed": 3, "request": ["sample", "--seed", "3", "--quick"]}
+    assert made == choose(made.survey, Machine(), minutes=20, quick=True).model_copy(update=request)
 
 
-def test_measuring_is_part_of_the_plan_and_the_sample_needs_no_weights(tmp_path, nothing_at_hand, monkeypatch):
-    monkeypatch.setattr(measure, "survey", lambda *_: SAMPLE.model_copy(update={"source": "sample"}))
-    monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
-    plan = planned()
-    assert plan.seconds > plan.spent >= 0
-    assert not any("ImageNet" in note for note in plan.notes)
+@pytest.mark.parametrize(
+    ("images", "words", "looked_for"),
+    [
+        (seen(300, 5), [], True),
+        (seen(300, 1), [], False),  # no classifier
+        (seen(300, 5), ["--quick"], False),
+        (SAMPLE.model_copy(update={"source": "sample"}), [], False),
+        (seen(300, 5), ["--weights", "w.pth", "--quick"], True),
+    ],
+)
+def test_measuring_is_part_of_the_plan_and_weights_are_looked_for(monkeypatch, capsys, images, words, looked_for):
+    requested = []
+    monkeypatch.setattr(measure, "survey", lambda source, options: images)
+    monkeypatch.setattr(measure, "weights_at_hand", lambda file: requested.append(file) or WEIGHTS)
+    monkeypatch.setattr(measure, "cores", lambda: Fast.cores)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=iter([100.0, 107.5]).__next__))
+    monkeypatch.setattr(ThisMachine, "speed", lambda _, *arguments: Fast().speed(*arguments))
+    plan, is_quick = planned(images.source, "--minutes", "31", *words), "--quick" in words
+    assert requested == ([*words[1:2], None][:1] if looked_for else [])
+    machine = Machine() if is_quick else Fast()
+    machine.weights = WEIGHTS if looked_for else None
+    expected = choose(images, machine, minutes=31, quick=is_quick, spent=0.0 if is_quick else 7.5)
+    assert plan == expected.model_copy(update={"request": [images.source, *words]})
+    assert ("measuring this machine:" in capsys.readouterr().out) is not is_quick
 
 
 def test_weights_that_are_given_are_taken_for_the_sample_too(tmp_path, nothing_at_hand):

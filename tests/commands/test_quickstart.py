@@ -1,13 +1,17 @@
 """The quickstart's steps: what is run, what is not run again, and what a failing step leaves."""
 
+import html
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +20,8 @@ from duetgan.commands.planning.plan import QUICK_STEPS, Plan, choose
 from duetgan.commands.planning.steps import run_python, unfit
 from duetgan.commands.quickstart import main
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.tables import credible
+from duetgan.reporting.answers import answers
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.commands.machines import SAMPLE, WEIGHTS, Fast, seen
@@ -25,6 +31,7 @@ from tests.reporting.test_answers import CLASSIFIER, GAN
 from tests.reporting.test_report import make_classifier, make_gan, write
 
 ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("classifier", "gan")
 STEPS = ["pack", "pack", "train", "train", "evaluate", "evaluate"]
 
 
@@ -50,7 +57,7 @@ class Commands:
             return self.code
         if name == "plan":
             minutes = float(option(command, "--minutes"))
-            made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            made = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command, spent=2.5)
             seed = int(option(command, "--seed")) if "--seed" in command else 0
             request = command[1 : command.index("--minutes")]
             self.first = made.model_copy(update={"seed": seed, "request": request})
@@ -72,7 +79,21 @@ class Commands:
 
     @property
     def names(self) -> list[str]:
-        return [command[0].removeprefix("quickstart-") for command in self.calls]
+        return [command[0] for command in self.calls]
+
+    def lines(self, folder: Path) -> list[str]:
+        """Return the commands as text; DIR stands for the folder of the results."""
+        return [shlex.join(command).replace(str(folder), "DIR") for command in self.calls]
+
+    def trainings(self) -> list[str]:
+        """Return the commands of the plan's trainings, as `lines` does."""
+        plan = self.first
+        data = "--data.path DIR/data/train.lmdb --data.val-path DIR/data/test.lmdb"
+        return [
+            f"train --config {training.config} --run-dir DIR/{task} {data} {shlex.join(training.overrides)} "
+            f"--seed {plan.seed}"
+            for task, training in plan.trainings.items()
+        ]
 
 
 @pytest.fixture
@@ -100,28 +121,37 @@ def test_classifier_trained_on_the_test_images_may_not_judge(tmp_path):
     assert "was trained on the test images" in unfit(classifier_run(tmp_path / "same", content_hash=seen), test)
 
 
-def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
-    assert main(["--dir", str(tmp_path)]) == 0
-    assert commands.names == STEPS
-    summary = summary_of(tmp_path)
-    plan = summary["plan"]
+def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys, monkeypatch):
+    clock = SimpleNamespace(monotonic=count(100.0, 30.0).__next__, strftime=time.strftime)
+    monkeypatch.setattr(steps, "time", clock)
+    assert main(["--dir", str(tmp_path), "--minutes", "13"]) == 0
+    packs = [f"pack sample DIR/data/{part}.lmdb --size 32 --channels 1 --split {part}" for part in ("train", "test")]
+    evaluations = [f"evaluate --checkpoint DIR/{task} --data DIR/data/test.lmdb" for task in TASKS]
+    evaluations[1] += " --classifier DIR/classifier --n 2000 --searched 10000"
+    assert commands.lines(tmp_path) == [*packs, *commands.trainings(), *evaluations]
+    summary, plan = summary_of(tmp_path), commands.first.model_dump()
+    expected = {"source": "sample", "minutes": 13.0, "notes": plan["notes"], "expected_seconds": plan["seconds"]}
+    assert summary["plan"] == expected | {"classifier": plan["classifier"], "gan": plan["gan"]}
     assert summary["classifier"]["accuracy"] == 0.8975
-    assert plan["gan"]["steps"] == int(option(commands.calls[3], "--steps"))
-    assert (plan["gan"]["images_per_second"], plan["minutes"]) == (380.0, 15)
-    assert plan["expected_seconds"] == plan_of(tmp_path)["seconds"]
     gan = {"recognised": 0.8725, "diversity_ratio": 0.4375, "distance": 1869.25, "floor": 60.875}
     assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
-    assert summary["seconds"] >= 0
-    shown, report = capsys.readouterr().out, (tmp_path / "report.html").read_text()
-    for arguments in commands.calls:
-        typed = ["duet", *arguments]
-        assert " ".join(["$", *typed]) in shown
-        assert " ".join(typed).replace("&", "&amp;") in report
-    assert str(tmp_path / "report.html") in shown
-    assert str(tmp_path / "summary.json") in shown
-    test, gan = str(tmp_path / "data" / "test.lmdb"), commands.calls[-1]
-    assert {option(arguments, "--data.val-path") for arguments in commands.calls[2:4]} == {test}
-    assert (option(gan, "--classifier"), option(gan, "--data")) == (str(tmp_path / "classifier"), test)
+    assert summary["seconds"] == 32.5  # of the survey and since
+    documents = [json.loads((tmp_path / task / "eval/metrics.json").read_text()) for task in TASKS]
+    advice = f"more time, for larger and better samples. $ duet quickstart sample --minutes 52 --dir {tmp_path}-next"
+    end = [
+        "",
+        *answers(*map(credible, documents)),
+        f"Next: {advice}",
+        "total time: 32 s",
+        f"summary: {tmp_path}/summary.json",
+    ]
+    end.append(f"report:  {tmp_path}/report.html  (open it in a browser)")
+    shown, report = capsys.readouterr().out, html.unescape((tmp_path / "report.html").read_text())
+    assert shown.splitlines()[-len(end) :] == end
+    typed = [shlex.join(["duet", *command]) for command in commands.calls]
+    assert [line for line in typed if f"\n$ {line}\n" not in shown] == []
+    told = [*typed, *end[1:-3], "32 s", commands.survey.text(), *plan["notes"]]
+    assert [line for line in told if line not in report] == []
 
 
 def plan_of(folder: Path) -> dict:
@@ -134,7 +164,11 @@ def summary_of(folder: Path) -> dict:
 
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
+    assert commands.lines(tmp_path)[2:4] == commands.trainings()
     assert [option(arguments, "--steps") for arguments in commands.calls[2:4]] == [str(QUICK_STEPS)] * 2
+    evaluations = [f"evaluate --checkpoint DIR/{task} --data DIR/data/test.lmdb --n 120" for task in TASKS]
+    evaluations[1] += " --classifier DIR/classifier --searched 120 --per-class 12"
+    assert commands.lines(tmp_path)[4:] == evaluations
     assert summary_of(tmp_path)["plan"].keys() == {"source", "minutes", "notes"}  # nothing was measured
 
 
@@ -157,6 +191,7 @@ def test_the_folder_is_named_by_the_images(monkeypatch):
         monkeypatch.setenv("DUET_RUNS", place)
         for (source, quick), name in names.items():
             assert steps.default_folder(source, quick) == Path(place, name)
+    assert [steps.display_path(path) for path in (Path.cwd() / "a" / "b", Path("/x/y"))] == ["a/b", "/x/y"]
 
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
@@ -188,29 +223,26 @@ def images(tmp_path):
 
 
 def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(commands, tmp_path, images):
-    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
-    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    commands.survey = seen(300, 5, source=str(images), options=["--root=/x"])
+    commands.machine.weights = WEIGHTS
+    assert main([str(images), "--dir", str(tmp_path / "out"), "--seed", "3"]) == 0
+    pack = f"pack '{images}' DIR/data/train.lmdb --root=/x --size 256 --channels 3 --pyramid 64 --on-error skip"
+    pack += " --val-share 0.2 --val-dest DIR/data/test.lmdb --seed 3"
     assert commands.names == ["pack", "train", "train", "evaluate", "evaluate"]
-    pack, classifier, gan = commands.calls[:3]
-    assert pack[1] == str(images)
-    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("256", "64", "3")
-    assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
-    test = option(pack, "--val-dest")
-    assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
+    assert commands.lines(tmp_path / "out")[:3] == [pack, *commands.trainings()]
+    classifier, gan = commands.calls[1:3]
     assert option(classifier, "--config") == "configs/finetune_resnet50_last.yaml"
     assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("256", "64")
     assert (ROOT / option(gan, "--init-from")).is_file()
-    notes = summary_of(tmp_path / "out")["plan"]["notes"]
-    assert notes
-    report = (tmp_path / "out" / "report.html").read_text()
-    assert all(note.replace("'", "&#39;") in report for note in notes)
+    (tmp_path / "out" / "data" / "test.lmdb").unlink()
+    assert main([str(images), "--dir", str(tmp_path / "out"), "--seed", "3"]) == 0
+    assert commands.lines(tmp_path / "out")[5] == f"{pack} --overwrite"
 
 
-def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, images, capsys):
+def test_a_seed_is_that_of_the_plan(commands, tmp_path, images, capsys):
     commands.survey = seen(300, 5, source=str(images))
     asked = [str(images), "--dir", str(tmp_path / "out"), "--seed"]
     assert main([*asked, "7"]) == 0
-    assert [option(command, "--seed") for command in commands.calls[:3]] == ["7"] * 3
     advice = re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
     assert " --seed 7 " in advice
     assert f" --dir {tmp_path / 'out'}-" in advice
@@ -218,12 +250,21 @@ def test_a_seed_is_that_of_the_split_and_of_both_trainings(commands, tmp_path, i
     assert "--seed 7; give another folder" in capsys.readouterr().err
 
 
-def test_advice_is_more_time_or_weights(commands, tmp_path, images, capsys):
-    commands.survey = seen(300, 5, source=str(images))
-    for name, weights, told in (("a", WEIGHTS, "--minutes 60"), ("b", None, "--weights resnet50-0676ba61.pth")):
-        commands.machine.weights = weights
-        assert main([str(images), "--dir", str(tmp_path / name)]) == 0
-        assert told in re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
+@pytest.mark.parametrize(
+    ("images", "weights", "words", "expected"),
+    [
+        (seen(300, 5), WEIGHTS, ["--quick"], "--minutes 60"),
+        (seen(300, 5), None, ["--quick", "--seed=7"], "--seed 7 --weights resnet50-0676ba61.pth"),
+        (seen(4999, 5, held_out=9), None, [], "--weights resnet50-0676ba61.pth"),
+        (seen(5000, 5, held_out=9), None, [], "--minutes 60"),
+        (seen(300, 0), None, ["--minutes=5000"], "--minutes 10080"),  # a week
+    ],
+)
+def test_advice_is_more_time_or_weights(commands, tmp_path, capsys, images, weights, words, expected):
+    commands.survey, commands.machine.weights = images, weights
+    assert main(["sample", "--dir", str(tmp_path), *words]) == 0
+    advice = re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
+    assert advice.partition("$ ")[2] == f"duet quickstart sample {expected} --dir {tmp_path}-next"
 
 
 def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_path, images):
@@ -237,11 +278,20 @@ def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_pa
         main([*asked, "others.pth"])
 
 
-def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):
+@pytest.mark.parametrize(("weights", "quick"), [(None, False), ("w.pth", False), ("w.pth", True)])
+def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(
+    commands, tmp_path, images, monkeypatch, weights, quick
+):
     commands.survey = seen(500, 0, source=str(images))
-    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    monkeypatch.setattr("duetgan.metrics.features.extractors.find_weights", lambda _: weights)
+    assert main([str(images), "--dir", str(tmp_path / "out"), *["--quick"] * quick]) == 0
     assert commands.names == ["pack", "train", "evaluate"]
-    assert "--classifier" not in commands.calls[-1]
+    options = "--n 50 --searched 450"
+    if quick:
+        options = "--n 120 --extractor pixels --searched 120 --per-class 12"
+    elif weights is None:
+        options = f"--extractor pixels {options}"
+    assert commands.lines(tmp_path / "out")[-1] == f"evaluate --checkpoint DIR/gan --data DIR/data/test.lmdb {options}"
     assert summary_of(tmp_path / "out")["classifier"] is None
     report = (tmp_path / "out" / "report.html").read_text()
     assert "no classifier: the images have no labels" in report
@@ -265,6 +315,8 @@ def test_a_second_start_keeps_packs_and_finished_runs(commands, tmp_path, capsys
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names == ["train", "evaluate", "evaluate"]
     assert "configs/gan_32_pairs.yaml" in commands.calls[0]
+    done = re.findall("^(.*): already done$", capsys.readouterr().out, re.MULTILINE)
+    assert done == ["pack train", "pack test", "train classifier"]
     (tmp_path / "data" / "test.lmdb").unlink()
     commands.calls.clear()
     assert main(["--dir", str(tmp_path)]) == 0

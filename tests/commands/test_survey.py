@@ -1,7 +1,10 @@
 """The look at images: every kind of source, what it finds, and one line for what cannot be used."""
 
+import itertools
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from duetgan.commands.quickstart import main as quickstart
 from duetgan.utils.config.cli import Parser, add_table_options
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
-from tests.commands.machines import Fast
+from tests.commands.machines import SAMPLE, Fast
 from tests.conftest import assert_raises
 
 
@@ -35,19 +38,22 @@ def folder(tmp_path):
     return tmp_path / "photos"
 
 
-def test_class_folders(folder):
+def test_class_folders(folder, monkeypatch):
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=itertools.count(100.0, 5.0).__next__))
+    Image.new("RGB", (300, 400)).save(folder / "cats" / "2.png")
     found = survey(str(folder))
     assert found.text() == "20 images, 2 classes of 8 or more, about 20 px, colour"
-    assert (found.held_out, found.unreadable) == (0, "")
-    assert found.seconds > 0
-    (folder / "cats" / "0.png").write_bytes(b"no image")
-    assert "0.png is not an image" in survey(str(folder)).unreadable
+    assert (found.held_out, found.unreadable, found.seconds) == (0, "", 0.25)
+    for number in (1, 0):
+        (folder / "cats" / f"{number}.png").write_bytes(b"no image")
+    assert re.search(r"\b0.png is not an image", survey(str(folder)).unreadable)
 
 
 def test_flat_folder_zip_and_csv(tmp_path, folder):
     flat = survey(images(tmp_path / "flat"))
-    assert flat.classes == 0
-    assert "no labels" in flat.text()
+    assert (flat.classes, flat.text()) == (0, "10 images, no labels, about 20 px, colour")
+    images(tmp_path / "single" / "cats")
+    assert survey(str(tmp_path / "single")).text() == "10 images, one class, about 20 px, colour"
     archive, table = shutil.make_archive(str(tmp_path / "a"), "zip", folder), tmp_path / "photos.csv"
     rows = [f"{image},{image.parent.name}" for image in sorted(folder.rglob("*.png"))]
     table.write_text("\n".join(["path,label", *rows]))
@@ -83,8 +89,8 @@ def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeyp
 
 def test_the_embedded_sample_has_its_own_held_out_part():
     found = survey("sample")
-    assert (found.count, found.held_out, found.classes, found.side, found.channels) == (10_000, 2000, 10, 28, 1)
-    assert "10 classes of 1,000 or more, about" in found.text()
+    assert found == SAMPLE.model_copy(update={"source": "sample", "seconds": found.seconds})
+    assert found.text() == "10,000 images, and 2,000 held out, 10 classes of 1,000 or more, about 28 px, grey"
 
 
 def test_grey_images_are_seen(tmp_path):
@@ -106,6 +112,10 @@ def test_a_held_out_part_of_any_usual_name_is_seen(tmp_path, train, test):
         images(tmp_path / "photos" / name, count)
     found = survey(str(tmp_path / "photos"))
     assert (found.count, found.held_out, found.classes) == (20, 5, 2)
+    parser = Parser(prog="x")
+    add_table_options(parser)
+    groups = parser.parse_args([r"--group-from=(\d)\.png"])
+    assert_raises(UserError, "has a held-out part of its own; leave out", survey, str(tmp_path / "photos"), groups)
     shutil.rmtree(tmp_path / "photos" / test / "dogs")
     with pytest.raises(UserError, match="its test part: its classes are not those of the training part: dogs missing"):
         survey(str(tmp_path / "photos"))
