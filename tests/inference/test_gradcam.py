@@ -146,6 +146,8 @@ def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_
         assert path.suffix == ".png"
         path.write_bytes(b"")
     assert found[0].name == "cat-gradcam-2.png"
+    names = [path.name for path in output_files(tmp_path / "names", ["x" * 180, "y" * 181])]
+    assert names == ["x" * 180 + "-gradcam.png", "y" * 180 + "-gradcam.png"]
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ def forget_after(folder: Path, step: int) -> bool:
         return False
     for which in ("last", "best"):
         entry = pointer(folder, which)
-        if entry is not None and entry["step"] > step:
+        if entry is not None and step_of(Path(entry["file"])) > step:
             (folder / f"{which}.json").unlink()
     for path in paths[: len(paths) - len(remaining)]:
         path.unlink()

@@ -65,6 +65,12 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs():
             kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
             assert epoch == seen[kind] // length
             seen[kind] += 1
+    weights = np.arange(1.0, REAL + 1)
+    weighted = sampler_of("1/2", weights=weights)
+    repeats = np.concatenate([keys.repeats[indices < REAL] for indices, keys in batches_of(weighted, 10)])
+    _, real_keys = GlobalSampler(REAL, batch_size=12, seed=3, weights=weights).at(0, len(repeats))
+    np.testing.assert_array_equal(repeats, real_keys.repeats)
+    assert repeats.max() > 0
     keys = SampleKeys(3, np.array([4, 5]), np.array([0, 2]))
     assert keys.of(0, 9) == (3, "augment", 4, 9)
     assert keys.of(1, 9) == (3, "augment", 5, 9, 2)

@@ -56,6 +56,8 @@ def test_they_are_the_generators_own_with_their_labels(run):
         samples.generator, labels=torch.from_numpy(labels), indices=range(BLOCK), seed=5, stream=("synthetic", 4)
     )
     np.testing.assert_array_equal(found, expected)
+    assert samples.meta.histogram == [13, 12, 12]
+    assert (samples.meta.mean, samples.meta.std) == ([0.5], [0.5])
     fixed = generate(samples.generator, labels=torch.from_numpy(labels), indices=range(BLOCK), seed=5)
     assert not np.array_equal(found, fixed)  # those of grids and evaluation have keys of their own
 

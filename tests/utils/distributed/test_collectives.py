@@ -33,6 +33,20 @@ def test_alone():
     collectives.stop()
 
 
+@pytest.mark.parametrize(
+    ("error", "lost"), [(None, False), (RuntimeError("a bug on this rank"), True), (collectives.PeerLost("gone"), True)]
+)
+def test_a_group_is_destroyed_unless_its_work_failed(monkeypatch, error, lost):
+    """The other ranks may be waiting in a collective operation, in which destroying the group would wait, too."""
+    stops: list[bool] = []
+    monkeypatch.setattr(collectives, "stop", lambda *, lost: stops.append(lost))
+    expected = pytest.raises((RuntimeError, TrainingHalted)) if error else nullcontext()
+    with expected, collectives.group(torch.device("cpu")):
+        if error:
+            raise error
+    assert stops == [lost]
+
+
 class FakeWork:
     """A barrier that is complete as soon as somebody has looked whether the others are alive."""
 
