@@ -72,10 +72,11 @@ def test_roll_backs_to_one_checkpoint_are_all_counted(capsys):
         if up_to != 8:
             return None
         callback.count = 0
-        return {"state": {"loader": {}}}
+        return {"state": {"loader": {"consumed": 40, "step": 8, "batch": 1}}}
 
+    position, loaded = {"consumed": 48, "step": 9, "batch": 0}, []
     loop: Any = SimpleNamespace(
-        step=9, loader=SimpleNamespace(state_dict=dict, load_state_dict=lambda _: None),
+        step=9, loader=SimpleNamespace(state_dict=position.copy, load_state_dict=loaded.append),
         manager=SimpleNamespace(restore=restore), registry=dict, stopwatch=SimpleNamespace(),
         log=SimpleNamespace(close=lambda: None, open=lambda _: None),
     )  # fmt: skip
@@ -84,6 +85,7 @@ def test_roll_backs_to_one_checkpoint_are_all_counted(capsys):
     assert capsys.readouterr().err.startswith("warning: a jump; there is no checkpoint from before it to go back to")
     callback.roll_back(loop, 8, "a jump")
     assert (callback.count, loop.stopwatch.step) == (3, 9)
+    assert loaded == [{"consumed": 48, "step": 8, "batch": 1}]  # other images, at the checkpoint's step
 
 
 def test_its_state_goes_on():
