@@ -41,7 +41,8 @@ def parser() -> Parser:
         "--max-steps",
         type=positive,
         metavar="N",
-        help="save and stop at step N; schedules keep the length that the config's steps give them",
+        help="save and stop at step N; the learning rate and other schedules still run as if training "
+        "went on to the config's `steps`",
     )
     add(
         "--init-from",
@@ -90,9 +91,9 @@ def parser() -> Parser:
         const="here",
         default="",
         choices=list(DRY_RUNS),
-        help="do everything up to the first step, print the plan, and stop; here, or no value: plan "
-        "for this machine"
-        + "".join(f"; {name}: {line}" for name, (_, line) in DRY_RUNS.items() if line)
+        help="do everything up to the first step, print the plan, and stop; 'here' (the same as no "
+        "value) plans for this machine"
+        + "".join(f"; '{name}' {line}" for name, (_, line) in DRY_RUNS.items() if line)
         + " (default: no dry run)",
     )
     add(

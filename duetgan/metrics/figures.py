@@ -49,8 +49,8 @@ class Figure:
     def measure(self, record: object) -> Measured:
         """Compute the metric from `Answers` or `Samples`.
 
-        If an attribute that `needs` names is None or empty, the value is None, with the note of
-        `needs`.
+        If one of the attributes in `needs` is None or empty, the metric is not computed: the value
+        is None, and the note is the one that `needs` has for this attribute.
         """
         for name, note in self.needs.items():
             value = getattr(record, name)
@@ -246,20 +246,20 @@ GAN = [
     ),
     Figure(
         "precision", "precision",
-        "precision: fraction of the samples that are nearer to a real image than that image's 3rd nearest real image "
-        "is",
+        "precision: fraction of the samples that lie within the radius of some real image; the radius is that image's "
+        "distance to its 3rd nearest real image",
         lambda samples: neighbours.precision(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "recall", "recall",
-        "recall: fraction of the real images that are nearer to a sample than that sample's 3rd nearest sample is; "
-        "outliers raise precision and recall",
+        "recall: fraction of the real images that lie within the radius of some sample; the radius is that sample's "
+        "distance to its 3rd nearest sample",
         lambda samples: neighbours.recall(samples.neighbourhoods), better="larger", needs=NEAR,
     ),
     Figure(
         "density", "density",
-        "density: number of real images that are nearer to a sample than to their own 5th nearest real image, divided "
-        "by 5 and averaged over the samples; about 1 if the samples are real images",
+        "density: for each sample, the number of real images that are nearer to it than to their own 5th nearest real "
+        "image; averaged over the samples and divided by 5; about 1 if the samples are real images",
         lambda samples: neighbours.density(samples.neighbourhoods), unit="", needs=TOO_FEW,
     ),
     Figure(

@@ -85,11 +85,12 @@ def progress(run: Run) -> list[Tile]:
 
 
 def data_tables(run: Run) -> list[Table]:
-    """Return tables of the data sets on which the run was trained and evaluated.
+    """Return the report's tables about the data of a run; none if the run has no data entries.
 
-    The first table has a row for each data set. If the training images were changed during the run,
-    a second table lists them. The last table has the number of images of each class, if there are
-    classes.
+    The first table has a row for each data set: training images, synthetic images, held-out images.
+    If the run was continued with other training images, the second table lists all training images,
+    each with the step from which they were used. If there are classes, the last table has the
+    number of images of each class.
     """
     rows = []
     counts = {}

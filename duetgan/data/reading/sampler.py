@@ -16,9 +16,9 @@ from duetgan.utils.seeding import numpy_generator
 
 
 class Position(NamedTuple):
-    """A place in the order of samples: how much all ranks together have read before it."""
+    """A place in the order of samples, given by the numbers of samples and batches before it."""
 
-    consumed: int = 0  # samples; of a mixture (data/reading/mixture.py) the real ones
+    consumed: int = 0  # samples of all ranks; of a mixture (data/reading/mixture.py) the real ones
     synthetic: int = 0  # synthetic samples of a mixture
     batches: int = 0  # global batches of the training so far
 

@@ -4,5 +4,5 @@ from duetgan.commands.train import DRY_RUNS
 
 DRY_RUNS["gpu"] = (
     "duetgan.extras.paper.predictions",
-    "also estimate memory and speed on various GPU models",
+    "also estimates memory and speed on various GPU models",
 )

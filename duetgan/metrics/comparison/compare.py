@@ -195,7 +195,10 @@ def _notes(groups: list[list[Evaluated]]) -> dict[str, str]:
 
 
 def comparison_table(document: Document) -> str:
-    """Format a comparison as text, with a table for each group after the first."""
+    """Format a comparison as text.
+
+    The text has one table for each group of runs that is compared with the first group.
+    """
     parts = [f"{document['task']}, {document['n']} images, seed {document['seed']}"]
     for pair in document["comparisons"]:
         rows = [["", "first", "second", "difference", "95 % interval", "p", "the second is"]]

@@ -276,9 +276,10 @@ def fir_kernel(channels: int, gain: float, x: Tensor) -> Tensor:
 
 
 def _make_kernel(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a kernel [1, 1, k, k] (see `fir_kernel`), filled on the device without a host copy.
+    """Return the kernel of `fir_kernel` for one channel, [1, 1, k, k].
 
-    Compiled graphs make the kernel in each pass: a cached kernel would add guards, and torch 2.11
+    The kernel is filled on the device, without a host copy. Compiled graphs call this in each pass
+    instead of reading the cache, because a cached kernel would add guards, and because torch 2.11
     accepts only one constant in a graph.
     """
     line = torch.cat([torch.full((1,), tap, dtype=dtype, device=device) for tap in TAPS])

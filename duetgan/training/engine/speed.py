@@ -74,12 +74,13 @@ class Trial:
 def faster_precision(
     config: RunConfig, text: str, dataset: Dataset, device: torch.device
 ) -> tuple[RunConfig, str]:
-    """Measure if bf16 or fp32 is faster on this CPU; return the config with the faster one.
+    """Measure whether bf16 or fp32 is faster on this CPU; return the config with the faster one.
 
-    `text` is the row about the precision in the printed plan. It is returned with the result of the
-    measurement. Steps are measured only if `text` says that bf16 was chosen because the CPU has
-    instructions for it. If nothing is measured, or if memory runs out, `config` and `text` are
-    returned unchanged. Rank 0 measures for all ranks.
+    `text` is the row about the precision in the printed plan. The text that is returned replaces
+    it, and names the faster precision and how many times as fast it is. Steps are measured only if
+    `text` says that bf16 was chosen because the CPU has instructions for it. If nothing is
+    measured, or if memory runs out, `config` and `text` are returned unchanged. Rank 0 measures for
+    all ranks.
     """
     if device.type != "cpu" or text != f"bf16{NATIVE}":
         return config, text

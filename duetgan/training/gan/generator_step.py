@@ -62,10 +62,11 @@ class GeneratorStep:
     def samples(
         self, step_slice: StepSlice, reals: Sequence[Images], *, compiled: bool = True
     ) -> Iterator[tuple[slice, Images, Images]]:
-        """Yield the rows, the real images, and the samples of each micro-batch.
+        """Yield, for each micro-batch, its rows (a slice of the batch), real images, and samples.
 
-        The samples have a graph; `compiled` is that of `Context.sample`. With a paired objective
-        the samples get the labels of the real images.
+        The samples are not detached, so that the losses can be differentiated. If `compiled` is
+        True, the generator runs compiled if the config allows it; only one backward pass is then
+        possible. With a paired objective, the samples get the labels of the real images.
         """
         partners = reals if self.objective.paired else ()
         latents, noise = self.context.latents(step_slice, "generator", partners)
