@@ -90,8 +90,7 @@ class ClassifierStep(ClassifierParts):
     def gradients(self, samples: Samples) -> tuple[Tensor, Tensor]:
         """Compute the gradients of the mean loss over the global batch, in micro-batches.
 
-        Return this process's part of the mean loss, and its number of correct predictions, both
-        0-d.
+        Return this process's part of the mean loss and its number of correct predictions, 0-d.
         """
         self.updater.zero_grad()
         losses: list[Tensor] = []
@@ -112,10 +111,7 @@ class ClassifierStep(ClassifierParts):
         return reduce(add, losses), reduce(add, correct)
 
     def attempt(self, samples: Samples) -> None:
-        """Compute and discard the gradients of a step, to find out if there is enough memory.
-
-        No state changes.
-        """
+        """Compute a step's gradients to see if memory suffices; discard them, change no state."""
         statistics = collectives.Snapshot(self.replica.statistics)
         try:
             self.gradients(samples)
