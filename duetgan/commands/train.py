@@ -47,7 +47,8 @@ def parser() -> Parser:
     add(
         "--init-from",
         metavar="FILE|RUN",
-        help="start a new run from the weights of another run where names and shapes match",
+        help="start a new run from the weights of another run; only weights whose name and shape "
+        "match are loaded",
     )
     add(
         "--new-data",

@@ -509,8 +509,8 @@ def load_sources(
     """Convert the sources of samples to seeds and latents; read sources that are file names.
 
     Each seed is repeated `times` times, once for each chosen class. Latents, which have a class
-    already, are not repeated. If `times` is above 1, they are moved to the end, where they do not
-    shift the classes of the seeds. `names[i]` is the class name of label i. Raises UserError for
+    already, are not repeated. `Sampler` gives classes by position, so latents between the seeds would
+    shift the seeds' classes. If `times` is above 1, latents are therefore moved to the end. `names[i]` is the class name of label i. Raises UserError for
     latents that do not fit the generator.
     """
     result: list[int | Latents] = []

@@ -87,11 +87,12 @@ def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
 def top_p_value(members: Tensor, held_out: Tensor, rank: int) -> float:
     """Return the exact p-value for the number of members with very high scores.
 
-    `members`, [m], and `held_out`, [n], are scores. The number of members that score above the
-    held-out image with the `rank`-th highest score is k. The null hypothesis is that all m + n
-    images are in random order. The p-value is the probability that fewer than `rank` of the
-    k + `rank` - 1 images with the highest scores are held-out ones. This number of held-out images
-    has a hypergeometric distribution. Ties count against the members.
+    `members`, [m], and `held_out`, [n], are scores. The threshold is the `rank`-th highest score of
+    a held-out image, and k is the number of members above it. With the `rank` - 1 best held-out
+    images, these members are the k + `rank` - 1 images with the highest scores. The null hypothesis
+    is that all m + n images are in random order. Then the number of held-out images among the
+    highest scores has a hypergeometric distribution, and the p-value is the probability that it is
+    below `rank`. Ties count against the members.
     """
     from scipy.stats import hypergeom  # imported here because the import takes a second
 

@@ -1,4 +1,8 @@
-"""Check a checkpoint before it is restored: its images, and the states of all objects."""
+"""Restore the image history and the states of a checkpoint, with checks.
+
+The checks: the run's present images are those on which the checkpoint was trained, and each saved
+state fits its object.
+"""
 
 from collections.abc import Callable, Mapping
 from textwrap import shorten

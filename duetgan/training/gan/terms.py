@@ -156,9 +156,10 @@ class PathLength(torch.nn.Module):
     def penalties(
         self, context: Context, step_slice: StepSlice, *, is_trial: bool = False
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows and the weighted penalty, 0-d, of each micro-batch of half a global batch.
+        """Yield the rows and the weighted penalty, 0-d, of each of this rank's micro-batches.
 
-        First the moving mean is updated from all path lengths of this half. If a rank has more than
+        The penalty is computed on a batch of half the global batch size. First the moving mean is
+        updated from all path lengths of this batch. If a rank has more than
         one micro-batch, it computes the lengths twice: without a graph for the mean, then with a
         graph for the penalty. Penalties are multiplied by their interval, `path_length_interval`.
         If `is_trial` is True, the moving mean does not change.

@@ -270,8 +270,9 @@ class ScheduleFree(Masked):
     use. y = (1 - beta) z + beta x, with beta = `betas[0]`, is where gradients are computed. The
     parameters hold y, and `average` returns x. Weight decay is decoupled, at y.
 
-    The package `schedulefree` has its counters on the host, so it cannot mask a step without
-    waiting for the device. Tests compare this class with the package.
+    The package `schedulefree` is not used because it counts steps on the host. To leave out a
+    skipped step (see `Masked`), it would have to wait for the device. Tests compare this class with
+    the package.
     """
 
     def __init__(self, groups: Iterable[Group], config: OptimizerConfig) -> None:

@@ -157,8 +157,10 @@ def silent_ranks(
 ) -> list[Silent]:
     """Return the other ranks that are gone or stopped; if there are none, those that are silent.
 
-    A rank is silent if its file does not change within `patience` seconds. This function waits so
-    long only if no rank is gone or stopped.
+    A rank is gone if it has left the run or its process has ended. It is stopped if its process is
+    suspended, for example by SIGSTOP. It is silent if its file does not change within `patience`
+    seconds. If a rank is gone or stopped, the function returns at once, otherwise after `patience`
+    seconds.
     """
     first = {rank: _read(folder, rank) for rank in range(world_size) if rank != own_rank}
     end = time.monotonic() + patience
