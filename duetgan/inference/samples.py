@@ -510,8 +510,9 @@ def load_sources(
 
     Each seed is repeated `times` times, once for each chosen class. Latents, which have a class
     already, are not repeated. `Sampler` gives classes by position, so latents between the seeds would
-    shift the seeds' classes. If `times` is above 1, latents are therefore moved to the end. `names[i]` is the class name of label i. Raises UserError for
-    latents that do not fit the generator.
+    shift the seeds' classes. If `times` is above 1, latents are therefore moved to the end.
+    `names[i]` is the class name of label i. Raises UserError for latents that do not fit the
+    generator.
     """
     result: list[int | Latents] = []
     for source in sources:
