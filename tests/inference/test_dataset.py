@@ -34,10 +34,21 @@ def test_it_holds_the_samples_in_turn(generator, checkpoint, tmp_path):
 
 
 def test_chosen_classes_keep_their_labels_and_how_many_there_are(generator, checkpoint, tmp_path, monkeypatch):
+    sampler, plain = sampler_of(generator, chosen=[0, 1]), sampler_of(styled(classes=0))
+    counts = []
+
+    def counted(_, count):
+        counts.append(count)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset.Sampler, "batches", counted)
+        for drawn, entries in ((sampler, checkpoint), (plain, {"classes": [], "step": 0})):
+            with pytest.raises(KeyboardInterrupt):
+                write_dataset(drawn, entries, tmp_path / "a.lmdb", source="")
+    assert counts == [2000, 10_000]
     monkeypatch.setattr(dataset, "DATASET", (4, 5))
-    assert written(sampler_of(generator, chosen=[0, 1]), checkpoint, tmp_path / "a.lmdb")[2].histogram == [4, 4, 0]
-    plain = sampler_of(styled(classes=0))
-    assert written(plain, {"classes": [], "step": 0}, tmp_path / "b.lmdb")[2].count == 5
+    assert written(sampler, checkpoint, tmp_path / "a.lmdb")[2].histogram == [4, 4, 0]
 
 
 def test_without_classes_or_w_and_in_png(tmp_path, checkpoint):
@@ -118,6 +129,7 @@ def test_it_says_where_it_comes_from(runs, checkpoint):
     for options, told in (
         ({"seed": 4, "truncation_psi": 0.5, "noise_mode": "none"}, f"{where}4, psi 0.5 towards the class mean, noise"),
         ({"truncation_cutoff": 2}, f"{where}0, psi 1, cutoff 2, noise random"),
+        ({"truncation_psi": -0.25, "truncation_mean": "global"}, "0, psi -0.25 towards the global mean, noise random"),
         ({"numpy_latents": True}, "latents numpy"),
     ):
         assert told in provenance(path, checkpoint, sampler_of(generator_from(checkpoint), **options))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, safe_open
 from duetgan.commands import generate
 from duetgan.inference.export.weights import write_weights
 from duetgan.inference.projection import Projector
+from duetgan.models.restore import fingerprint
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.runlog.progress import Bar
@@ -73,11 +74,14 @@ def test_projecting_its_own_sample(runs, sample_image, tmp_path, capsys, space):
     with safe_open(latents, "pt") as file:
         about = json.loads(file.metadata()["projection"])
     assert about["class"] in ("dark", "grey", "light")
-    assert about["rmse"][[*shapes][-1]] == pytest.approx(errors[-1], abs=1e-3)
     found = pixels(out)
     assert found.shape[1] == pytest.approx((1 + len(shapes)) * (192 + 4) + 8, abs=4)
     wanted = pixels(sample_image)
-    np.testing.assert_array_equal(found[-4 - 192 : -4 : 24, 8 : 8 + 192 : 24], wanted)
+    drawn = [found[-4 - 192 : -4 : 24, left : left + 192 : 24] for left in range(8, 8 + 196 * (1 + len(shapes)), 196)]
+    np.testing.assert_array_equal(drawn[0], wanted)
+    rmse = [float(np.sqrt(np.square(image / 255 - wanted / 255).mean())) for image in drawn[1:]]
+    assert about["rmse"] == pytest.approx(dict(zip(shapes, rmse, strict=True)), abs=1e-6)
+    assert errors[1:] == pytest.approx(rmse, abs=6e-4)
 
 
 def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypatch):
@@ -94,23 +98,29 @@ def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypat
     assert calls[1][2] is calls[0][3]
 
 
-def test_projection_in_detail(runs, sample_image, tmp_path, generator):
+def test_projection_in_detail(runs, sample_image, tmp_path, generator, capsys):
     """The saved w is what was drawn; noise is saved where it was searched for; a class is where it starts."""
     out, latents = tmp_path / "x.png", tmp_path / "x.safetensors"
     options = ["--features", "pixels", "--steps", 5, "--noise-mode", "optimise", "--classes", "grey"]
     base = ["project", "--checkpoint", runs["grey"], "--image", sample_image, "--out", out, *options]
     assert call(*base, "--save", latents) == 0
+    assert "start (grey): rmse " in capsys.readouterr().out
     tensors = load_file(latents)
     noise = [tensors[f"w+.noise.{layer}"] for layer in range(3)]
     image = generator.synthesis(tensors["w+"][None], noise)[0, 0]
     drawn = (image * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
     np.testing.assert_array_equal(pixels(out)[-4 - 192 : -4 : 24, -4 - 192 : -4 : 24], drawn)
     with safe_open(latents, "pt") as file:
-        assert json.loads(file.metadata()["projection"])["class"] == "grey"
+        entry = json.loads(file.metadata()["projection"])
+    assert entry.pop("rmse").keys() == {"w", "w+"}
+    network = fingerprint(generator)
+    assert entry == {"class": "grey", "noise": "optimise", "seed": 0, "steps": 5, "network": network}
     first = latents.read_bytes()
     for seed in (0, 1):
         assert call(*base, "--save", latents, "--seed", seed) == 0
         assert (latents.read_bytes() == first) == (seed == 0)
+    with safe_open(latents, "pt") as file:
+        assert json.loads(file.metadata()["projection"])["seed"] == 1
 
 
 def test_a_image_is_brought_to_size_as_in_training(runs, tmp_path):

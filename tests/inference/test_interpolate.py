@@ -90,7 +90,6 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
         assert near(found[number], to_uint8(generator.to_rgb(generator.stages(start)))[0])
     assert near(found[::4], sampler.images([0, 1]))
     assert near(sampler.images([0, 1]), sampler.images(range(2)))  # nothing is left behind in the generator
-    assert_raises(UserError, "--space w works on w", Journey, sampler, space="w")
 
 
 @pytest.mark.parametrize("make", [styled, without_w])
@@ -103,6 +102,7 @@ def test_without_classes(make):
 
 
 def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
+    assert len(Journey(sampler_of(generator), keyframes=2)) == 60
     assert len(Journey(sampler_of(generator), frames=1)) == 8
     assert len(Journey(sampler_of(styled(classes=12)), frames=2)) == 24
     assert len(Journey(sampler_of(styled(classes=20)), frames=1)) == 16

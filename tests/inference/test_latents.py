@@ -88,11 +88,18 @@ def test_saved_w_are_truncated_mixed_interpolated_and_edited(runs, found, tmp_pa
     assert CLASSES[label] not in (projection["class"], "grey")  # nor the class of the seeds
     file = tmp_path / "labelled.safetensors"
     save_file(tensors, file, {"projection": json.dumps(projection | {"class": CLASSES[label]})})
-    options = ["--seeds", f"5,{file}", "--psis", ".5", "--out", tmp_path / "psi.png"]
-    assert call("truncation", *base, *options) == 0
     centre = generator.truncation_centre(torch.tensor([label]))[:, None]
-    expected = to_uint8(generator.synthesis(torch.lerp(centre, ws, 0.5), maps))[0, 0]
-    np.testing.assert_array_equal(pixels(tmp_path / "psi.png")[-4 - 96 : -4 : 12, -4 - 96 : -4 : 12], expected)
+    for saved, mean, middle in (
+        (file, "class", centre),
+        (file, "global", generator.w_avg),
+        (tmp_path / "unlabelled.safetensors", "class", generator.w_avg),
+    ):
+        save_file(tensors, tmp_path / "unlabelled.safetensors", {"projection": json.dumps(projection | {"class": ""})})
+        options = ["--seeds", f"5,{saved}", "--psis", ".5", "--truncation-cutoff", 3, "--truncation-mean", mean]
+        assert call("truncation", *base, *options, "--out", tmp_path / "psi.png") == 0
+        styles = torch.cat([torch.lerp(middle, ws[:, :3], 0.5), ws[:, 3:]], dim=1)
+        expected = to_uint8(generator.synthesis(styles, maps))[0, 0]
+        np.testing.assert_array_equal(pixels(tmp_path / "psi.png")[-4 - 96 : -4 : 12, -4 - 96 : -4 : 12], expected)
 
     samples = duetgan.load_generator(runs["grey"], device="cpu").sample(seeds=[str(file), 5], classes=["grey"])
     assert samples.labels == [CLASSES[label], "grey"]
@@ -156,7 +163,7 @@ def test_files_that_do_not_fit_are_refused_with_one_line(runs, found, generator,
 def test_a_program_draws_by_seeds_files_and_projections(runs, found, tmp_path):
     generator = duetgan.load_generator(runs["grey"], device="cpu")
     projection = generator.project(np.zeros((8, 8), np.uint8), steps=2, features="pixels")
-    sources = [np.int64(11), found / "const.safetensors", projection]
+    sources = [found / "const.safetensors", np.int64(11), projection]
     samples = generator.sample(seeds=sources, classes=["grey", "light"], psi=0.7)
     assert call("grid", "--checkpoint", runs["grey"], "--seeds", 11, "--truncation-psi", ".7", "--out", tmp_path) == 0
     for image, label in zip(samples.images[:2], ("grey", "light"), strict=True):

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from duetgan.inference.projection import (
     build_features,
     correlation,
     feature_distance,
+    find,
     resize,
     unit_length,
 )
@@ -86,6 +88,20 @@ def test_it_starts_from_the_class_that_looks_most_like_the_target(generator, own
     assert search.spread == pytest.approx(math.sqrt((w - w.mean(0)).square().sum(1).mean()), rel=1e-4)
 
 
+def test_without_classes_it_starts_from_the_mean_w_and_a_worse_result_is_dropped():
+    generator = styled(classes=0, channels=3)
+    target = sampler_of(generator, noise_mode="const").images([0])
+    config = ProjectionConfig(space="w", features="pixels", pixel_weight=0.25, steps=1, lr=1e3)
+    search = find(sampler_of(generator, seed=3), target, config)
+    assert (search.seed, search.label, search.spaces) == (3, None, {"w": search.first})
+    assert torch.equal(search.first.ws, generator.w_avg.expand(4, -1))
+    difference = (search.first.image.double() - target[0]) / 255
+    assert search.first.rmse == pytest.approx(float(difference.square().mean().sqrt()), rel=1e-5)
+    assert search.first.loss == pytest.approx(0.25 * (2 * search.first.rmse) ** 2, rel=1e-5)
+    assert search.first.distances == [f"rmse {search.first.rmse:.3f}"]
+    assert replace(search.first, perceptual=0.12345).distances[0] == "features 0.123"
+
+
 def test_a_seed_gives_one_result_and_the_generator_stays_as_it_is(generator, own):
     def found(seed, space):
         search = projector(generator, own, steps=6, seed=seed, noise_mode="optimise")
@@ -127,19 +143,19 @@ def test_float64_is_searched_in_float64(request):
 
 
 def test_correlation_is_that_of_neighbours_at_every_size():
-    maps = [draws(1, 1, 4, 4), draws(1, 1, 32, 32, seed=1)]
+    maps = [draws(1, 1, 4, 4), draws(1, 1, 32, 16, seed=1), draws(1, 1, 8, 32, seed=2)]
     expected = 0.0
     for level in maps:
         values = level[0, 0].numpy()
         while True:
-            size = len(values)
+            height, width = values.shape
             for down, right in ((1, 0), (0, 1)):
-                places = np.ndindex(size, size)
-                products = [values[i, j] * values[(i - down) % size, (j - right) % size] for i, j in places]
-                expected += (sum(products) / size**2) ** 2
-            if size <= 8:
+                places = np.ndindex(height, width)
+                products = [values[i, j] * values[(i - down) % height, (j - right) % width] for i, j in places]
+                expected += (sum(products) / values.size) ** 2
+            if min(height, width) <= 8:
                 break
-            values = values.reshape(size // 2, 2, size // 2, 2).sum(axis=(1, 3)) / 2
+            values = values.reshape(height // 2, 2, width // 2, 2).sum(axis=(1, 3)) / 2
     assert float(correlation(maps)) == pytest.approx(expected, abs=1e-10)
     assert gradcheck(lambda x: correlation([x]), draws(1, 1, 16, 16).requires_grad_())
 
@@ -192,10 +208,10 @@ def test_distance_of_features_is_lpips_without_weights_and_its_gradients():
 def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen, monkeypatch):
     """The oracle: hooks on the whole network, fed by hand."""
     monkeypatch.setattr("duetgan.inference.projection.LARGEST", 112)
-    images = draws(1, channels, side, side).clamp(-1, 1)
+    images = draws(1, channels, side, side * 5 // 4).clamp(-1, 1)
     caught, layers = [], ("bn1", "layer1", "layer2", "layer3", "layer4")
     hooks = [getattr(network, name).register_forward_hook(lambda *found: caught.append(found[2])) for name in layers]
-    wanted = F.interpolate(images, size=(seen, seen), mode="bilinear", align_corners=False, antialias=True)
+    wanted = F.interpolate(images, size=(seen, seen * 5 // 4), mode="bilinear", align_corners=False, antialias=True)
     rgb = wanted.expand(-1, 3, -1, -1) * 0.5 + 0.5
     mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (MEAN, STD))
     network((rgb - mean.double()) / std.double())
@@ -245,7 +261,7 @@ def test_building_and_what_is_missing(network, tmp_path, no_weights):
     state = {key: value.float() if value.is_floating_point() else value for key, value in network.state_dict().items()}
     save_file(state, tmp_path / "x.safetensors", metadata={"stride": "conv1"})
     images = draws(1, 1, 16, 16).clamp(-1, 1)
-    built = build_features("resnet50", tmp_path / "x.safetensors", cpu)
+    built = build_features(None, tmp_path / "x.safetensors", cpu)
     assert built is not None
     for found, expected in zip(built(images.float()), ResNetFeatures(network)(images), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

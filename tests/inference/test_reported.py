@@ -6,6 +6,7 @@ It is of the best checkpoint of a run whose last is another, with options that a
 import csv
 import json
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 import duetgan
 from duetgan.commands import export, generate, predict
 from duetgan.data.reading.dataset import Dataset
+from duetgan.inference import predictions
 from duetgan.metrics.grad_cam import overlay
 from duetgan.models.restore import classifier_from, read
 from duetgan.utils.distributed.process import run_cli
@@ -120,6 +122,19 @@ def test_predictions(trained, files, pictures, call, tmp_path):
             evidence = f"evidence for {target} {row[target]:.3f}" if heat.any() else f"no evidence for {target}"
             assert words == [f"predicted {label} {row[label]:.3f}", evidence, "layer3"]
             assert_pixels(drawn, overlay(image, heat))
+
+
+def test_a_label_at_its_threshold_counts_and_the_most_probable_classes_come_first():
+    classifier: Any = SimpleNamespace(thresholds=torch.tensor([0.25, 0.5, 0.5]))
+    probabilities = torch.tensor([0.25, 0.9, 0.4], dtype=torch.float64)
+    answer = predictions._answer(classifier, NAMES[:3], probabilities, 2)
+    assert answer == {"label": "ant;owl", "labels": ["ant", "owl"], "probabilities": {"ant": 0.9, "cat": 0.4}}
+    assert (
+        predictions.line(answer | {"file": "x.png", "gradcam": "y.png"})
+        == "x.png: ant;owl (ant 0.900, cat 0.400) (y.png)"
+    )
+    none = predictions._answer(classifier, NAMES[:3], probabilities / 10, 1)
+    assert predictions.line(none | {"file": "x.png"}) == "x.png: no label (ant 0.090)"
 
 
 @torch.no_grad()

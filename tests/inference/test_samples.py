@@ -10,6 +10,7 @@ from PIL import Image
 from duetgan.commands import train
 from duetgan.data.packing.records import pack_arrays
 from duetgan.inference import samples as tables
+from duetgan.inference.latents import Latents
 from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
 from duetgan.inference.settings import sources
 from duetgan.models.restore import generator_from
@@ -25,6 +26,8 @@ def test_numbers_of_an_unconditional_generator_are_indices():
     plain = sampler_of(styled(classes=0))
     assert plain.labels([4, 7]) is None
     assert plain.indices([4, 7]) == [4, 7]
+    last = sampler_of(styled(), seed=2**32 - 1, numpy_latents=True)  # the largest seed of NumPy, and the first
+    assert last.numpy_seeds([2, 3]) == [2**32 - 1, 0]
 
 
 def test_layers_are_read_and_a_cutoff_is_one_of_them(generator):
@@ -45,6 +48,7 @@ def test_layers_are_read_and_a_cutoff_is_one_of_them(generator):
 def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
     names = ["dark", "grey", "light"]
     assert chosen_classes("all", names) == [0, 1, 2]
+    assert chosen_classes("all", names, 2) == [0, 1]
     assert chosen_classes("light, dark", names) == [2, 0]
     assert chosen_classes("all", []) == []
     assert chosen_classes("x, y", ["x, y", "z"]) == [0]
@@ -123,7 +127,9 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "Bar", bar)
     sampler = sampler_of(generator, chosen=[1, 2], seed=4, batch_size=2)
     assert draw_grid(sampler, tmp_path / "all", count=3, names=CLASSES) == 3
-    assert bars == [("samples", 2)]  # J29: no word in 150 s
+    draw_grid(sampler_of(generator, chosen=[1]), tmp_path / "slash", count=1, names=["", "a/b", ""])
+    assert [path.name for path in (tmp_path / "slash").iterdir()] == ["seed0000-a_b.png"]
+    assert bars[0] == ("samples", 2)  # J29: no word in 150 s
     found = {path.name: path for path in (tmp_path / "all").iterdir()}
     assert sorted(found) == ["seed0004-grey.png", "seed0004-light.png", "seed0005-grey.png"]
     for name, path in found.items():
@@ -143,9 +149,6 @@ def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
     draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
     assert table["row_heads"] == ["", "A seed 0", "A seed 2"]
     assert table["column_heads"] == ["", "B seed 1", "B seed 3"]
-    with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
-        draw_truncation(sampler_of(without_w()), CLASSES, NOWHERE, psis=[1.0])
-    assert_raises(UserError, "mix works on w", draw_mix, sampler_of(without_w()), CLASSES, NOWHERE, layers=[0])
 
 
 def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table, monkeypatch):
@@ -156,14 +159,21 @@ def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table,
     assert draw_grid(sampler_of(generator, chosen=[1, 2], seed=3), NOWHERE, count=5, names=CLASSES) == 5
     assert (table["row_heads"], table["column_heads"]) == (CLASSES[1:], ["seed\n3", "seed\n4", "seed\n5"])
     assert list(map(len, table["rows"])) == [3, 2]
+    assert (table["cell"], table["gap"], table["spec"]) == (64, 0, generator.spec)
     for column, seed in enumerate((3, 4)):
         expected = sampler_of(generator, chosen=[1, 2], seed=seed).images([0, 1])
         assert torch.equal(torch.stack([row[column] for row in table["rows"]]), expected)
     assert draw_grid(sampler_of(generator), NOWHERE, names=CLASSES) == 24
     assert draw_grid(sampler_of(generator, chosen=[2], sources=[9, 2]), NOWHERE, names=CLASSES) == 2
     assert (captioned["heads"], captioned["columns"]) == (["light\nseed 9", "light\nseed 2"], 8)
-    assert draw_grid(sampler_of(styled(classes=0)), NOWHERE) == 64
-    assert captioned["heads"][-1] == "seed 63"
+    saved = Latents(ws=torch.zeros(4, 8), noise="const", name="found")
+    for classes, columns in ((3, 6), (20, 16)):
+        sampler = sampler_of(styled(classes=classes), sources=[saved, 9, saved])
+        draw_grid(sampler, NOWHERE, names=[f"c{label}" for label in range(classes)])
+        assert (captioned["heads"], captioned["columns"]) == (["found", "c1\nseed 9", "found"], columns)
+    plain = sampler_of(styled(classes=0, channels=3))
+    assert draw_grid(plain, NOWHERE) == 64
+    assert (captioned["heads"][-1], captioned["columns"], captioned["spec"]) == ("seed 63", 8, plain.generator.spec)
 
 
 def test_seeds_and_files_are_parsed(generator):

@@ -287,7 +287,10 @@ class TestPredict:
         links = [path for path in placed if path.is_symlink()]
         assert sorted(path.name for path in links) == ["b.png", "c.png", "d.png", "e.PNG"]
         assert all(path.resolve().is_file() for path in links)
-        assert len(placed) == 4 + 1 + len(Dataset(files["val_path"]))
+        stored = Dataset(files["val_path"])
+        expected = [pixels(photos / "b.png"), *stored.read(np.arange(len(stored)))[0][:, 0]]
+        copies = [pixels(path) for path in placed if not path.is_symlink()]
+        assert sorted(image.tobytes() for image in copies) == sorted(image.tobytes() for image in expected)
         assert call(predict, *options, photos) == 2  # again: the same links
         assert len([path for path in (tmp_path / "sorted").rglob("*") if path.is_symlink()]) == 4
 
