@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.inference.export.check import open_subject
 from duetgan.inference.export.formats import FORMATS
 from duetgan.inference.export.subject import SAMPLES, classifier_subject, generator_subject
 from duetgan.inference.export.weights import ENTRY, contents, write_weights
@@ -135,6 +137,8 @@ def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
 @pytest.mark.parametrize("mean", ["class", "global"])
 def test_a_program_is_truncated_as_its_generator(runs, mean):
     checkpoint = load(resolve(runs["grey"]))
+    job = Namespace(truncation_psi=0.5, truncation_mean=mean)
+    assert open_subject(job, checkpoint).truncation == {"truncation_psi": "0.5", "truncation_mean": mean}
     for sets in (None, [[0], [1, 2], [0, 2]]):
         subject = generator_subject(checkpoint | {"sets": sets}, batch_size=8, psi=0.5, mean=mean)
         z, labels = subject.batches[0]

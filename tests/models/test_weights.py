@@ -294,6 +294,10 @@ def test_grey_images_and_a_small_stem_take_what_fits_of_the_filters(file, donor)
     grey = draw(2, 1, 32, 32).float()
     torch.testing.assert_close(model(grey), donor(grey.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
     assert "first filters from 3 to 1 channels" in told
+    model = build(file, channels=4)
+    model.pixel_format = {"alpha": True}
+    load_pretrained(model)  # transparency has no weight at first
+    assert torch.equal(model.network.conv1.weight, torch.nn.functional.pad(donor.conv1.weight, (0, 0, 0, 0, 0, 1)))
     model, told = loaded(file, stem="small")
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight[:, :, 2:5, 2:5])
     assert "middle 3x3 taken (model.stem imagenet with model.input_size keeps them whole)" in told

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from duetgan.metrics.tables import credible
-from duetgan.reporting.pictures import LARGEST_SIDE
+from duetgan.reporting.pictures import LARGEST_SIDE, MOST_SAMPLES, samples
 from duetgan.reporting.report import write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
@@ -307,3 +307,7 @@ def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order
     run = Run(tmp_path)
     assert [path.name for path in run.samples] == ["step-00000002.png", "step-00000010.png"]
     assert [path.name for path in run.images] == ["c.png", "a.png"]
+    for step in range(20, 31):
+        save_grid(tmp_path / "samples" / f"step-{step:08d}.png")
+        assert len(samples(Run(tmp_path))) <= MOST_SAMPLES
+    assert [grid["caption"] for grid in samples(Run(tmp_path))][-2:] == ["step 28", "step 30"]

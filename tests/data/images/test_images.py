@@ -160,6 +160,13 @@ def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size():
     assert larger.shape == (10, 10, 1)
     assert (larger[:, 2:7] == 99).all()  # 5 columns, 2 before and 3 after
     assert larger.sum(dtype=int) == 99 * 50
+    hidden = np.zeros((32, 32, 4), np.uint8)
+    hidden[:, :16] = (10, 20, 30, 255)
+    hidden[:, 16:] = (255, 255, 255, 0)  # white, but transparent
+    for how in ("pad", "crop"):
+        scaled = fit(hidden, 9, how, alpha=True)
+        shown = scaled[scaled[..., 3] > 0]
+        assert np.abs(shown[:, :3].astype(int) - (10, 20, 30)).max() <= 8
     assert fit(GRADIENT, 16, "exact") is GRADIENT
     assert_raises(ImageError, "is 12x16 px where 16x16 was expected; pass --size", fit, GRADIENT[:, :12], 16, "exact")
 

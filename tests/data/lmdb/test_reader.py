@@ -52,6 +52,8 @@ def test_the_range_of_floats_is_that_of_the_values(tmp_path):
     pack_arrays(tmp_path / "x.lmdb", images, np.zeros(4, int), ["a"])
     with Dataset(tmp_path / "x.lmdb") as dataset:
         assert (dataset.spec.low, dataset.spec.high) == pytest.approx((-3, 5), abs=0.02)
+        assert dataset.meta.mean == pytest.approx([0.5], abs=0.02)  # of the range, as for 8 bits
+        assert dataset.meta.std == pytest.approx([12**-0.5], abs=0.02)
 
 
 def test_several_blocks_and_the_content_hash(tmp_path, small_blocks):

@@ -160,6 +160,8 @@ def test_the_split_is_recorded_and_keyed(pets, tmp_path):
     split = Split(part="train", share=0.25, seed=0, whole=whole.fingerprint, images=36)
     assert (first.meta.split, first.held_out.split) == (split, split.model_copy(update={"part": "val"}))
     assert whole.split is None
+    with open_source(str(halves(tmp_path / "x.lmdb")[1].path)) as part:
+        assert pack(part, tmp_path / "part.lmdb", size=24, resize="pad").meta.split == first.held_out.split
     names = halves(tmp_path / "x.lmdb")[1].names()
     again = pack(source, tmp_path / "x.lmdb", workers=1, **QUARTER)
     assert (again.meta, again.held_out) == (first.meta, first.held_out)

@@ -142,6 +142,15 @@ def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path, encoding, workers)
         assert np.abs(image.astype(int) - expected).max() <= 2
 
 
+def test_crops_for_rectangles_have_their_aspect(tmp_path):
+    pixels, crop = own_sizes(tmp_path / "x.lmdb"), RandomCrop(area=(0.2, 0.4))
+    dataset = Dataset(tmp_path / "x.lmdb", resolution="24x12", crop=crop)
+    (image,), _ = dataset.read([2], keys=keys(5, 1))
+    top, left, h, w = crop.box(*pixels[2].shape[:2], numpy_generator(3, "augment", 5, 2), (12, 24))
+    expected = cv2.resize(pixels[2][top : top + h, left : left + w], (24, 12)).transpose(2, 0, 1)
+    assert np.abs(image.astype(int) - expected).max() <= 2
+
+
 @pytest.mark.parametrize("encoding", ["raw", "png"])
 def test_order_memory_and_bounds(tmp_path, encoding):
     dataset = Dataset(pack_shards(tmp_path, encoding), workers=2)

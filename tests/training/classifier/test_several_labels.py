@@ -17,6 +17,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.labels import best_thresholds
 from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from, read
+from duetgan.training.base.data import facts
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
@@ -83,6 +84,14 @@ def test_it_learns_and_keeps_its_thresholds(folder, run):
     assert model.thresholds.tolist() == pytest.approx(found, abs=1e-6)
     straight = load(resolve(run))["state"]
     assert torch.equal(straight["model"]["thresholds"], straight["model_ema"]["thresholds"])
+
+
+def test_the_number_of_images_of_each_label_is_reported(folder):
+    with Dataset(folder / "train.lmdb") as training, Dataset(folder / "test.lmdb") as held_out:
+        for role, dataset in (("training", training), ("held-out", held_out)):
+            sets = [SETS[number] for number in dataset.label_numbers()]
+            counts = {name: sum(label in labels for labels in sets) for label, name in enumerate(NAMES)}
+            assert facts(training, held_out)[role]["by_class"] == counts
 
 
 def test_it_is_evaluated_and_compared(folder, run, capsys):

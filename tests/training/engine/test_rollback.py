@@ -11,7 +11,7 @@ import pytest
 
 from duetgan.commands import train
 from duetgan.training.base.monitors import LEAST, SpikeDetector, SpikesConfig
-from duetgan.training.engine.rollback import SpikeRollback
+from duetgan.training.engine.rollback import QUIET, SkippedUpdates, SpikeRollback
 from duetgan.utils import checkpoint as checkpoints
 from duetgan.utils.distributed.process import run_cli
 from tests.end_to_end.helpers import differing, log_of, state_of, write_config
@@ -86,6 +86,21 @@ def test_roll_backs_to_one_checkpoint_are_all_counted(capsys):
     callback.roll_back(loop, 8, "a jump")
     assert (callback.count, loop.stopwatch.step) == (3, 9)
     assert loaded == [{"consumed": 48, "step": 8, "batch": 1}]  # other images, at the checkpoint's step
+
+
+def test_the_last_healthy_step_is_remembered_over_a_resume():
+    manager = SimpleNamespace(healthy=None)
+    loop: Any = SimpleNamespace(step=20, window=SimpleNamespace(failed=[False, True, False]), manager=manager)
+    first, second = SkippedUpdates(9), SkippedUpdates(9)
+    first.before_save(loop)
+    assert manager.healthy == 17  # update 19 was skipped, and update 18 may have broken the weights
+    second.load_state_dict(first.state_dict())
+    loop.step = 30
+    second.before_save(loop)
+    assert manager.healthy == 17
+    loop.step = 19 + QUIET + 1
+    second.before_save(loop)
+    assert manager.healthy is None
 
 
 def test_its_state_goes_on():
