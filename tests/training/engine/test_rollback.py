@@ -74,7 +74,8 @@ def test_roll_backs_to_one_checkpoint_are_all_counted(capsys):
         callback.count = 0
         return {"state": {"loader": {"consumed": 40, "step": 8, "batch": 1}}}
 
-    position, loaded = {"consumed": 48, "step": 9, "batch": 0}, []
+    position = {"consumed": 48, "step": 9, "batch": 0}
+    loaded: list[Any] = []
     loop: Any = SimpleNamespace(
         step=9, loader=SimpleNamespace(state_dict=position.copy, load_state_dict=loaded.append),
         manager=SimpleNamespace(restore=restore), registry=dict, stopwatch=SimpleNamespace(),
