@@ -94,7 +94,8 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Four images in a block of what is packed, and in a group of signatures."""
+    """Four images in a block of what is packed, and in a group of signatures; three of 8 px are copied at a time."""
+    monkeypatch.setattr("duetgan.data.lmdb.environment.GATHER_BYTES", 3 * 3 * 8 * 8)
     monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_IMAGES", 4)
     for module in ("reader", "writer"):
         monkeypatch.setattr(f"duetgan.data.lmdb.{module}.SIGNATURES", 4)

@@ -1,5 +1,6 @@
 """Every transform against a loop over samples."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from duetgan.data.augment.transforms import (
 )
 from duetgan.data.augment.trivial_augment import BINS, KINDS, SIGNED, STRENGTHS, Draws, draw, trivial_augment
 from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import generator
 from tests.conftest import assert_raises
 from tests.data.conftest import sample_images
 
@@ -97,19 +99,15 @@ def test_gradients_pass_twice():
     assert (second != 0).sum() == 7 * 3 * (8 * 7 - 4)
 
 
-def test_erase_boxes_lie_inside_and_have_the_right_sizes():
-    draws = torch.rand(4000, 5, generator=torch.Generator().manual_seed(0))
-    boxes = erase_boxes(draws, 0.25, 20, 30)
-    top, left, height, width = boxes.unbind(1)
-    erased = height > 0
-    assert torch.equal(erased, draws[:, 0] < 0.25)
-    assert boxes.min() >= 0
-    assert (top + height).max() <= 20
-    assert (left + width).max() <= 30
-    share = (height * width)[erased] / 600
-    assert share.max() < 0.37
-    assert 0.1 < share.mean() < 0.2
-    assert boxes[~erased].abs().sum() == 0
+def test_erase_boxes_are_the_papers_and_lie_inside():
+    """Areas of 0.02 to 0.33 and aspect ratios of 0.3 to 3.3."""
+    draws = torch.rand(2000, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for (chance, size, aspect, row, column), box in zip(draws.tolist(), erase_boxes(draws, 0.25, 20, 30), strict=True):
+        area, ratio = 600 * (0.02 + 0.31 * size), 0.3 * 11**aspect
+        height = min(max(round((area * ratio) ** 0.5), 1), 20)
+        width = min(max(round((area / ratio) ** 0.5), 1), 30)
+        inner = [int(row * (21 - height)), int(column * (31 - width)), height, width]
+        assert box.tolist() == (inner if chance < 0.25 else [0] * 4)
     for extreme in (0.0, 1 - 2**-24):
         row, column, rows, columns = erase_boxes(torch.full((1, 5), extreme), 1.0, 4, 4)[0].tolist()
         assert 0 <= row < row + rows <= 4
@@ -139,30 +137,20 @@ def test_ranks_draw_what_one_process_draws_by_the_key(options, monkeypatch):
         assert not torch.equal(run(**key), whole)
 
 
-def test_each_setting_does_its_part():
+def test_each_setting_has_its_own_draws_of_the_key():
     before = torch.from_numpy(sample_images(400, 1, side=8)[:, :, :, :4].copy())  # 8 x 4: not square
 
     def run(config: Augment) -> torch.Tensor:
         return draw_and_apply(before, config, seed=0, step=0, start=0, global_batch=400)
 
+    draws = torch.rand(400, 8, generator=generator(0, "augment", 0))
+    flips, offsets, boxes = draws[:, 0] < 0.5, (5 * draws[:, 1:3]).long(), erase_boxes(draws[:, 3:], 0.5, 8, 4)
     assert run(Augment()) is before
-    flipped = run(Augment(flip=True))
-    mirrored = (flipped == before.flip(3)).all(dim=(1, 2, 3))
-    assert torch.equal(flipped[~mirrored], before[~mirrored])
-    assert 150 < mirrored.sum() < 250
-    shifted = run(Augment(shift=1))
-    places = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-    counts = torch.stack([(random_shift(before, p.expand(400, 2), 1) == shifted).all((1, 2, 3)).sum() for p in places])
-    assert counts.sum() >= 400  # every image is one of the nine shifts, and all occur
-    assert counts.min() > 20
-    erased = run(Augment(erase=0.5))
-    changed = (erased != before).any((1, 2, 3))
-    assert 150 < changed.sum() < 250
-    assert (erased != before).any(0).all()  # each pixel is erased in some images
-    # A setting does not change another's draws.
-    both = run(Augment(flip=True, erase=0.5))
-    assert torch.equal((both != flipped).any((1, 2, 3)), changed)
-    assert torch.equal(both[~changed], flipped[~changed])
+    for flip, shift, erase in itertools.product((False, True), (0, 2), (0.0, 0.5)):
+        expected = random_flip(before, flips) if flip else before
+        expected = random_shift(expected, offsets, 2) if shift else expected
+        expected = random_erase(expected, boxes) if erase else expected
+        assert torch.equal(run(Augment(flip=flip, shift=shift, erase=erase)), expected)
 
 
 def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing(monkeypatch):
@@ -177,9 +165,9 @@ def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing
 CPU = torch.device("cpu")
 
 
-def drawn(count: int = 4000, **settings: Any) -> Mixing:
-    whole: dict[str, Any] = {"start": 0, "count": count, "global_batch": count, "size": (20, 30), "device": CPU}
-    return draw_mixing(MixingAugment(**settings), seed=0, step=3, **whole)
+def drawn(start: int = 0, count: int = 4000, **settings: Any) -> Mixing:
+    part: dict[str, Any] = {"start": start, "count": count, "global_batch": 4000, "size": (20, 30), "device": CPU}
+    return draw_mixing(MixingAugment(**settings), seed=0, step=3, **part)
 
 
 def test_partners_are_neighbours_and_images_are_mixed_as_by_a_loop():
@@ -228,16 +216,28 @@ def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape():
     assert torch.equal(found, expected)
 
 
-def test_one_of_both_for_each_image_and_only_some():
-    mixing = drawn(mixup=1.0, cutmix=1.0, mix_prob=0.5)
+def test_one_of_both_for_each_image_and_only_some(monkeypatch):
+    outside: list[torch.Tensor] = []  # the fractions of the images outside of CutMix's boxes
+
+    def noted(remaining: torch.Tensor, *more: Any) -> torch.Tensor:
+        outside.append(remaining)
+        return cut_boxes(remaining, *more)
+
+    monkeypatch.setattr(transforms, "cut_boxes", noted)
+    settings = {"mixup": 8.0, "cutmix": 0.3, "mix_prob": 0.7}
+    mixing = drawn(**settings)
     assert mixing.blend is not None
-    pasted, blended = mixing.is_pasted.flatten(1).any(1), mixing.blend < 1
-    assert not (pasted & blended).any()
-    assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
-    assert pasted.float().mean().item() == pytest.approx(0.25, abs=0.03)
-    own = torch.where(pasted, 1 - mixing.is_pasted.float().mean((1, 2, 3)), mixing.blend)
+    draws = torch.rand(4000, 4, generator=generator(0, "augment", 3, "mixing"))
+    is_mixed, is_cut = draws[:, 0] < 0.7, draws[:, 1] < 0.5
+    assert torch.equal(mixing.blend < 1, is_mixed & ~is_cut)
+    boxes = cut_boxes(outside[0], draws[:, 2:], 20, 30)
+    assert torch.equal(mixing.is_pasted, boxes & (is_mixed & is_cut)[:, None, None, None])
+    for values, alpha in ((mixing.blend[is_mixed & ~is_cut], 8.0), (outside[0], 0.3)):
+        assert values.double().var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.08)
+    own = torch.where(is_cut, 1 - mixing.is_pasted.float().mean((1, 2, 3)), mixing.blend)
     torch.testing.assert_close(mixing.label_weights, own)  # 1 where an image is not mixed
-    assert mixing.label_weights[~pasted & ~blended].eq(1).all()
+    part, rows = drawn(100, 50, **settings), slice(100, 150)
+    assert all(map(torch.equal, part, mixing.rows(rows)))
     assert not MixingAugment().mixes
     assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
     assert MixingAugment(mixup=1.0).mixes

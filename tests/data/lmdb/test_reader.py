@@ -15,9 +15,9 @@ import pytest
 from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.lmdb import format as record_format
 from duetgan.data.lmdb.reader import LMDBReader
-from duetgan.data.lmdb.record import Layout, value_ends
+from duetgan.data.lmdb.record import Layout, value_ends, value_range
 from duetgan.data.lmdb.writer import LMDBWriter
-from duetgan.data.packing.records import add_image, pack_arrays, pixel_sums
+from duetgan.data.packing.records import add_image, make_record, pack_arrays, pixel_sums
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
@@ -47,16 +47,29 @@ def test_the_ends_of_floats_leave_out_a_thousandth_on_each_side(dtype, ends):
     assert value_ends(np.arange(1001, dtype=dtype).reshape(7, 11, 13)) == pytest.approx(ends)
 
 
-def test_the_range_of_floats_is_that_of_the_values(tmp_path):
+def test_the_range_of_floats_is_that_of_the_values_and_scales_their_statistics(tmp_path):
     images = np.linspace(-3, 5, 4 * 64, dtype=np.float32).reshape(4, 1, 8, 8)
     pack_arrays(tmp_path / "x.lmdb", images, np.zeros(4, int), ["a"])
     with Dataset(tmp_path / "x.lmdb") as dataset:
-        assert (dataset.spec.low, dataset.spec.high) == pytest.approx((-3, 5), abs=0.02)
-        assert dataset.meta.mean == pytest.approx([0.5], abs=0.02)  # of the range, as for 8 bits
-        assert dataset.meta.std == pytest.approx([12**-0.5], abs=0.02)
+        low, high = dataset.spec.low, dataset.spec.high
+        assert (low, high) == pytest.approx((-3, 5), abs=0.02)
+        values = (images - low) / (high - low)
+        assert dataset.meta.mean + dataset.meta.std == pytest.approx([values.mean(), values.std()])
 
 
-def test_several_blocks_and_the_content_hash(tmp_path, small_blocks):
+@pytest.mark.parametrize(
+    ("depth", "ends", "expected"),
+    [
+        *(("uint16", (3, most), (0, top)) for most, top in ((0, 1), (4095, 4095), (4096, 8191))),
+        ("float32", (-1.5, 4.0), (-1.5, 4.0)),
+        ("float32", (2.0, 2.0), (2.0, 3.0)),
+    ],
+)
+def test_ranges_hold_all_values_of_as_many_bits_and_are_not_empty(depth, ends, expected):
+    assert value_range(depth, *ends) == expected
+
+
+def test_several_blocks_and_the_content_hash(tmp_path, small_blocks, monkeypatch):
     images, labels = sample_images(10), np.arange(10) % 3
     order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
     for encoding in ("raw", "png"):
@@ -64,15 +77,32 @@ def test_several_blocks_and_the_content_hash(tmp_path, small_blocks):
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
         assert len(LMDBReader(reader.path).signatures()) == 10
-        np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
+        for records in (order[:1], order[1:2], order):  # the blocks are used in any order
+            np.testing.assert_equal(reader.read(records), (images[records], labels[records]))
         assert reader.read(order)[1].dtype == np.int64
     images, changed, given = sample_images(5), sample_images(5), [0, 1, 2, 0, 1]
     changed[3, 0, 0, 0] ^= 1
     sets: list[Any] = [(images, given, CLASSES)] * 2 + [(changed, given, CLASSES), (images, [0, 1, 2, 0, 2], CLASSES)]
     sets.append((images, given, ["cat", "dog", "yak"]))
     hashes = [pack_arrays(tmp_path / f"{n}.lmdb", *content).content_hash for n, content in enumerate(sets)]
+    for number, label_sets in enumerate(([[0], [1], [2]], [[0], [1], [1, 2]])):
+        how: dict[str, Any] = {"label_sets": label_sets}
+        hashes.append(pack_arrays(tmp_path / f"sets-{number}.lmdb", *sets[0], **how).content_hash)
     assert hashes[0] == hashes[1]
-    assert len(set(hashes)) == 4
+    assert len(set(hashes)) == 6
+    monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_BYTES", 3 * 3 * 8 * 8)
+    for encoding, blocks in (("raw", [4, 3, 1]), ("png", [4, 4, 4])):  # at 4, 8 and 16 px
+        path = tmp_path / f"sides-{encoding}.lmdb"
+        assert pack_arrays(path, sample_images(5, side=16), encoding=encoding, smallest=4).blocks == blocks
+
+
+def test_names_are_kept_by_image_also_where_a_group_has_none(tmp_path, small_blocks):
+    names = [f"{number}.png" * (number > 3) for number in range(10)]
+    with LMDBWriter(tmp_path / "x.lmdb", GREY, classes=[]) as writer:
+        for name in names:
+            writer.add_record(make_record(np.zeros((8, 8, 1), np.uint8), 0, GREY), name)
+        writer.finish()
+    assert LMDBReader(tmp_path / "x.lmdb").names() == names
 
 
 def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):

@@ -1,6 +1,7 @@
 """Images at any size, whole or in random parts: the same whoever reads them."""
 
 import gc
+import hashlib
 import io
 import itertools
 import pickle
@@ -174,7 +175,7 @@ def pack_shards(folder: Path, encoding: str = "raw") -> list[Path]:
     pack_arrays(folder / "whole.lmdb", images, LABELS, CLASSES, encoding=encoding)
     paths = [folder / f"part-{number}.lmdb" for number in range(len(PARTS))]
     for path, (start, end) in zip(paths, PARTS, strict=True):
-        pack_arrays(path, images[start:end], LABELS[start:end], CLASSES, encoding=encoding)
+        pack_arrays(path, images[start:end], LABELS[start:end], CLASSES, encoding=encoding, source=path.stem)
     return paths
 
 
@@ -205,6 +206,7 @@ def test_shards_pool_their_metadata(tmp_path):
     np.testing.assert_allclose(parts.meta.mean, whole.meta.mean, rtol=1e-13)
     np.testing.assert_allclose(parts.meta.std, whole.meta.std, rtol=1e-13)
     np.testing.assert_array_equal(parts.signatures(), whole.signatures())
+    assert (parts.meta.source, parts.meta.fingerprint) == ("part-0 + part-1 + part-2", "")
     hashes = {dataset.meta.content_hash for dataset in (whole, parts, Dataset(paths[0]), Dataset(paths[::-1]))}
     assert len(hashes) == 4  # a run resumed on other files, or in another order, is noticed
     for name in "ab":
@@ -233,6 +235,10 @@ def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path):
     pack_arrays(tmp_path / "all.lmdb", sample_images(6), [0, 1, 2] * 2, CLASSES)
     with open_source(str(tmp_path / "all.lmdb")) as source:
         pack(source, tmp_path / "train.lmdb", val_share=0.5, duplicates=False)
+    with Dataset([tmp_path / "train.lmdb"] * 2) as twice:
+        assert twice.meta.split is None
+        fingerprint = 2 * twice.shards[0].meta.fingerprint
+        assert twice.meta.fingerprint == hashlib.sha256(fingerprint.encode()).hexdigest()
     with open_source(str(tmp_path / "train-val.lmdb")) as source:  # what a part is stays known
         pack(source, tmp_path / "train-again.lmdb", duplicates=False)
     told = "train-again.lmdb hold training images and images held out from training"

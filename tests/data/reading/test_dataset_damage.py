@@ -1,7 +1,9 @@
 """Damaged records of a Dataset: reading stops and names them."""
 
 import pickle
+import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.utils.errors import DamageError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
-from tests.data.conftest import CLASSES, change, flip, sample_images, stored
+from tests.data.conftest import CLASSES, change, flip, sample_images, stored, value
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 ENCODINGS = ["raw", "png", "source"]
@@ -78,6 +80,22 @@ def test_a_damaged_index_stops(pack, encoding):
         with pytest.raises(DamageError, match=r"b\.lmdb: record 4 to 7 is damaged: its index") as caught:
             attempt()
         assert list(caught.value.records) == [COUNT + record for record in (4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("size", "is_possible"), [((0, 8), False), ((8, 0), False), ((5, 17_895_697), True), ((5, 17_895_698), False)]
+)
+def test_an_index_with_impossible_sizes_stops(pack, size, is_possible):
+    """An image has at most 89,478,485 pixels."""
+    path, key = pack("source"), b"index/00000001/00000"
+    index = value(path, key)
+    head = np.frombuffer(index, record_format.INDEX_HEAD, 1).copy()
+    entries = np.frombuffer(index, record_format.ENTRY, offset=head.nbytes).copy()
+    entries["height"][1], entries["width"][1] = size
+    head["checksum"] = zlib.crc32(entries.tobytes())
+    change(path, key, head.tobytes() + entries.tobytes())
+    with nullcontext() if is_possible else pytest.raises(DamageError, match="record 5 is damaged: its size cannot be"):
+        open_dataset(path).labels()
 
 
 def test_lost_blocks_signatures_and_images(pack):

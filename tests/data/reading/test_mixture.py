@@ -15,12 +15,14 @@ from duetgan.data.reading.loader import InfiniteLoader
 from duetgan.data.reading.mixture import MixedDataset, MixedSampler
 from duetgan.data.reading.sampler import GlobalSampler, Position, SampleKeys
 from duetgan.utils.errors import DamageError, UserError
+from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, flip, sample_images
 from tests.data.reading.test_sampler import batches_of
 
 REAL, DRAWN = 20, 7  # images
 SHARES = ["1/4", "1/3", "0.37", "1/100", "1"]
+RISING = np.arange(1.0, REAL + 1)  # weights
 
 
 def sampler_of(share: str = "1/4", *, batch: int = 12, rank: int = 0, world: int = 1, **more: Any) -> MixedSampler:
@@ -59,18 +61,12 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs():
     assert len(np.unique(masks, axis=0)) > 100
     assert (masks.mean(0) > 0.12).all()
     assert (masks.mean(0) < 0.38).all()
-    sampler, seen = sampler_of("1/2"), {"real": 0, "drawn": 0}
-    for indices, keys in batches_of(sampler, 10):
-        for index, epoch in zip(indices.tolist(), keys.epochs.tolist(), strict=True):
+    seen: dict[str, list[tuple[int, int]]] = {"real": [], "drawn": []}
+    for indices, keys in batches_of(sampler_of("1/2", weights=RISING[:REAL], second_weights=RISING[:DRAWN]), 10):
+        for index, epoch, repeat in zip(indices.tolist(), keys.epochs.tolist(), keys.repeats.tolist(), strict=True):
             kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
-            assert epoch == seen[kind] // length
-            seen[kind] += 1
-    weights = np.arange(1.0, REAL + 1)
-    weighted = sampler_of("1/2", weights=weights)
-    repeats = np.concatenate([keys.repeats[indices < REAL] for indices, keys in batches_of(weighted, 10)])
-    _, real_keys = GlobalSampler(REAL, batch_size=12, seed=3, weights=weights).at(0, len(repeats))
-    np.testing.assert_array_equal(repeats, real_keys.repeats)
-    assert repeats.max() > 0
+            assert (epoch, repeat) == (len(seen[kind]) // length, seen[kind].count((index, epoch)))
+            seen[kind].append((index, epoch))
     keys = SampleKeys(3, np.array([4, 5]), np.array([0, 2]))
     assert keys.of(0, 9) == (3, "augment", 4, 9)
     assert keys.of(1, 9) == (3, "augment", 5, 9, 2)
@@ -95,7 +91,7 @@ def test_another_order_is_refused():
         (plain, state, r"trained with data\.synthetic; use the same, or a new run folder"),
         (sampler_of(), plain.state_at(Position()), "on real images alone"),
         (sampler_of(content="xyz"), state, r"data\.synthetic has other images now"),
-        (sampler_of(second_weights=np.arange(1.0, DRAWN + 1)), state, r"data\.synthetic\.balance changed"),
+        (sampler_of(second_weights=RISING[:DRAWN]), state, r"data\.synthetic\.balance changed"),
     ):
         assert_raises(UserError, message, sampler.position_of, other)
 
@@ -122,10 +118,13 @@ def loader_of(packed: Path, second: Path, sampler: MixedSampler, prefetch: int =
 def test_batches_hold_the_images_and_say_which_are_synthetic(packed, second, prefetch):
     pixels = np.concatenate([sample_images(REAL), sample_images(DRAWN, seed=1)])
     labels = np.concatenate([np.arange(REAL) % 3, np.arange(DRAWN) % 3])
-    loader, sampler = loader_of(packed, second, sampler_of("1/3", until=6), prefetch), sampler_of("1/3", until=6)
-    for indices in batches(sampler, 9):
+    loader = loader_of(packed, second, sampler_of("1/3", until=6), prefetch, alternating=True)
+    phases = numpy_generator(3, "flip").integers(2, size=REAL + DRAWN)
+    for indices, keys in batches_of(sampler_of("1/3", until=6), 9):
         batch = next(loader)
-        np.testing.assert_array_equal(batch.images, pixels[indices])
+        is_flipped = ((phases[indices] + keys.epochs) % 2)[:, None, None, None]
+        expected = np.where(is_flipped, pixels[indices][..., ::-1], pixels[indices])
+        np.testing.assert_array_equal(batch.images, expected)
         np.testing.assert_array_equal(batch.labels, labels[indices])
         assert batch.synthetic is not None
         np.testing.assert_array_equal(batch.synthetic, indices >= REAL)
@@ -143,10 +142,10 @@ def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed
         dataset.read([0, REAL + DRAWN])
     crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
     dataset = mixed(packed, second, crop=crop)
-    keys = SampleKeys(3, np.array([0, 0, 1]), np.zeros(3, np.int64))
+    keys = SampleKeys(3, np.array([0, 0, 1]), np.array([2, 1, 0]))
     images, _ = dataset.read([0, REAL, REAL], keys=keys)
     assert not np.array_equal(images[1], images[2])
-    own = SampleKeys(3, np.array([0, 1]), np.zeros(2, np.int64), synthetic=True)
+    own = SampleKeys(3, np.array([0, 1]), np.array([1, 0]), synthetic=True)
     np.testing.assert_array_equal(images[1:], Dataset(second, crop=crop).read([0, 0], keys=own)[0])
     np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 
