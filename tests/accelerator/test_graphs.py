@@ -1,7 +1,9 @@
 """Steps as CUDA graphs on the pretend accelerator have the numbers of other steps to the bit; faults are seen."""
 
 import pytest
+import torch
 
+from duetgan.training.base.graphs import DEVICES, Graphs
 from tests.accelerator.graph_cases import EAGER, FAST, FAST_FAULTS, FAULTS, FEW, SLOW
 
 CASES = "tests.accelerator.graph_cases"
@@ -19,6 +21,17 @@ def test_replayed_steps_have_the_numbers_of_others_to_the_bit(seen, part, name):
     else:
         assert found["plan"].startswith("CUDA graph, ")
         assert found["captured"] > 0
+
+
+def test_what_the_plan_says_of_kinds_and_obstacles(monkeypatch):
+    cpu = torch.device("cpu")
+    assert Graphs("off", cpu).describe(["a"]) == "eager, because graphs is off"
+    assert Graphs("auto", cpu).describe(["a"]) == "eager, because the device is cpu"
+    monkeypatch.setitem(DEVICES, "cpu", lambda _: None)
+    assert Graphs("auto", cpu, "it draws").describe(["a"]) == "eager, because it draws"
+    assert Graphs("auto", cpu).describe("aba") == "CUDA graph, 2 kinds of steps"
+    found = Graphs("auto", cpu).describe(["a", None, "a"])
+    assert found == "CUDA graph, 1 kind of steps; eager where diagnostics are due"
 
 
 def test_a_replay_allocates_what_enters_and_leaves_the_step_alone(seen):

@@ -38,13 +38,14 @@ UNFREEZE = {
     **{"freeze": ["layer1.*bn1*"], "unfreeze": {"head": 0, "backbone": 2, "layer4": 1}, "freeze_at": {"head": 3}},
     **{"stage_lr": {"backbone": 0.3, "layer4": 0.5}, "layer_decay": 0.7},
 }
+STOP = {"freeze_at": {"head": 1}}
 CONVNEXT = {"name": "convnext_tiny", "input_size": 32}  # of more than one block a stage
 UNLABELLED = {"path": "synthetic.lmdb"}
 TREES: dict[str, dict[str, Any]] = {
     "plain": COMMON,
     "fine-tuning": COMMON | {"finetune": UNFREEZE, "optimizer": ADAMW},
     "epochs": COMMON
-    | {"finetune": {"unfreeze": {"head": 0, "backbone": 1}, "unfreeze_by": "epoch", "layer_decay": 0.5}}
+    | {"finetune": {"unfreeze": {"head": 0, "backbone": 1}, "unfreeze_by": "epoch", "layer_decay": 0.5} | STOP}
     | {"optimizer": CYCLE, "batch_size": 24, "loss": {"class_weights": "balanced"}},  # 2.08 updates an epoch
     "lengths": COMMON | {"optimizer": SGD | {"warmup_steps": "0.25ep"}, "steps": "1.9ep"},  # 1.56 and 11.9 updates
     "milestones": COMMON | {"optimizer": ADAMW | {"step_every": None, "milestones": ["0.2ep", "0.45ep"]}},
@@ -153,7 +154,7 @@ def test_two_ranks_are_one(folder):
 
 def test_what_is_evaluated(folder, monkeypatch):
     """The average, on the held-out images."""
-    task, loader, _ = made(folder, TREES["plain"])
+    task, loader, _ = made(folder, TREES["plain"] | {"evaluation": {"batch_size": 7}})
     task.val_dataset = held_out = open_training(task.config.data)
     task.step(loader, 0)
     asked: list[Any] = []
@@ -166,3 +167,4 @@ def test_what_is_evaluated(folder, monkeypatch):
     assert task.evaluate() == {"accuracy": 0.5, "ece": 0.1}
     assert asked[0] is task.ema.model
     assert asked[1] is held_out
+    assert asked[2] == {"batch_size": 7, "details": False}

@@ -24,6 +24,7 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
     config = RunConfig(task="x", batch_size=batch, micro_batch=micro)
     assert config.rank_batch(world) == share
     assert config.micro(world) == passes
+    assert config.spans("96x64") == [(0, 64, batch)]
 
 
 DRAWN = {"path": "x", "share": 0.5}
@@ -60,6 +61,7 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (GanConfig, {"data": {"synthetic": DRAWN | {"weight": 0.5}}}, r"data\.synthetic\.weight is of a classifier's"),
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
         (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),
+        (ClassifierConfig, {"compile": "on", "model": {"split": "auto"}}, "compile on cannot be combined with model.s"),
         (LogConfig, {"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),

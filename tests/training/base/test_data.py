@@ -1,5 +1,6 @@
 """The data of a run as its config says: opened, checked, sampled, read."""
 
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from duetgan.data.images import encode
+from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler
 from duetgan.data.reading.weighted_sampling import class_weights
 from duetgan.training.base import data
@@ -24,8 +27,9 @@ from duetgan.utils.config.build import build
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
-from tests.data.conftest import CLASSES, sample_images
+from tests.data.conftest import CLASSES, change, sample_images
 from tests.data.packing.test_inspect import change_entry
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
@@ -62,9 +66,10 @@ def opened(config: RunConfig) -> Any:
 
 def test_held_out_images_are_whole_and_at_the_same_size(folder):
     assert data.open_held_out(config_of(folder).data, Dataset(folder / "train.lmdb")) is None
-    config = config_of(folder, val_path=str(folder / "own.lmdb"), crop="random", resolution=6)
+    crop: dict[str, Any] = {"crop": "random", "crop_area": (0.3, 0.5), "crop_aspect": (0.9, 1.2)}
+    config = config_of(folder, val_path=str(folder / "own.lmdb"), resolution=6, **crop)
     training, held_out = opened(config)
-    assert training.crop is not None
+    assert training.crop == RandomCrop(area=(0.3, 0.5), aspect=(0.9, 1.2))
     assert (held_out.resolution, held_out.crop) == (6, None)
 
 
@@ -131,6 +136,26 @@ def test_leaks_are_counted(folder, capsys, monkeypatch):
     monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: False)
     opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
     assert capsys.readouterr().err == ""
+    monkeypatch.undo()
+    change(folder / "mixed.lmdb", b"hash/00000000", None)
+    opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
+    told = r"warning: .*mixed\.lmdb: record 0 to 6 is damaged: .*; whether held-out images are training images too is"
+    assert re.match(told, capsys.readouterr().err)
+
+
+def test_nodes_with_other_files_are_named(folder, monkeypatch):
+    config = config_of(folder, val_path=str(folder / "test.lmdb")).data
+    training, held_out = (Dataset(folder / name) for name in ("train.lmdb", "test.lmdb"))
+    training.synthetic = Dataset(folder / "own.lmdb")
+    data.check_same_images(config, training, held_out)
+    for name, dataset in (("train", training), ("test", held_out), ("own", training.synthetic)):
+
+        def gathered(content: str | None, *, own: str = dataset.meta.content_hash) -> list[str | None]:
+            return [content, content, "other" if content == own else content]
+
+        monkeypatch.setattr("duetgan.utils.distributed.collectives.gather_objects", gathered)
+        told = rf"{name}\.lmdb: rank 2 has other images than rank 0"
+        assert_raises(UserError, told, data.check_same_images, config, training, held_out)
 
 
 def test_as_many_files_may_be_open_as_the_system_allows(monkeypatch, folder):
@@ -167,7 +192,8 @@ def test_weights(folder):
 def test_loader_follows_the_config(folder, monkeypatch):
     monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda: 1)
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
-    config = config_of(folder, sampling="balanced", prefetch=3)
+    section = config_of(folder, sampling="balanced", prefetch=3).data
+    config = ClassifierConfig(batch_size=4, seed=5, data=section, augment={"flip": "alternating"})
     training, _ = opened(config)
     loader = data.make_loader(config, training, torch.device("cpu"))
     assert loader.prefetch == 0  # the step itself wants the cores
@@ -175,9 +201,12 @@ def test_loader_follows_the_config(folder, monkeypatch):
     weights, groups = data.sampling_weights(config.data, training), training.labels()
     expected = GlobalSampler(10, batch_size=4, seed=5, weights=weights, groups=groups, rank=1, world_size=2)
     assert loader.state_dict() == expected.state_at(loader.position)
+    phases = numpy_generator(5, "flip").integers(2, size=10)
     for _ in range(6):
-        indices, _ = expected.batch(loader.position)
-        np.testing.assert_array_equal(next(loader).images, sample_images(10)[indices])
+        indices, keys = expected.batch(loader.position)
+        images = torch.from_numpy(sample_images(10)[indices])
+        alternating_flip_(images, phases[indices], keys)
+        assert torch.equal(next(loader).images, images)
 
 
 # --- what the plan says
@@ -204,6 +233,13 @@ def test_description(folder):
     pack_arrays(folder / "grey.lmdb", sample_images(1200, 1, 4), encoding="png")
     two = Dataset([folder / "grey.lmdb", folder / "grey.lmdb"])
     assert data.data_text(two) == "2,400 images, 4 px, grey, no labels, png"
+    names = ("path", "count", "by_class", "channels", "resolution", "encoding", "content_hash")
+    by_class = {"cat": 6, "dog": 3, "emu": 1}
+    training = Dataset(folder / "train.lmdb", resolution=6)
+    own = (str(folder / "train.lmdb"), 10, by_class, 3, 6, "raw", training.meta.content_hash)
+    others = (f"{folder}/grey.lmdb + {folder}/grey.lmdb", 2400, {}, 1, 4, "png", two.meta.content_hash)
+    expected = {"training": dict(zip(names, own, strict=True)), "held-out": dict(zip(names, others, strict=True))}
+    assert data.facts(training, two) == expected
 
 
 def test_fault_20_held_out_classes_of_a_gan(tmp_path):

@@ -45,6 +45,7 @@ def test_a_sample_depends_on_its_epoch_and_number_alone(run):
     for place, (number, epoch) in enumerate(zip(order, [0, 0, 1, 1, 0], strict=True)):
         np.testing.assert_array_equal(found[place], (whole, later)[epoch][number])
     np.testing.assert_array_equal(labels, np.array(order) % 3)
+    assert samples.meta.histogram == [13, 12, 12]
     with pytest.raises(ValueError, match="keys are needed"):
         samples.read([0])
 
@@ -112,6 +113,8 @@ def folder(tmp_path):
 def test_ranks_and_restarts_draw_the_same_samples(folder, run, monkeypatch):
     config = config_of(folder, run)
     straight = data.make_loader(config, opened(config), CPU)
+    drawn: Any = straight.state_dict()["synthetic"]
+    assert (drawn["count"], drawn["shuffle"]) == (20, False)
     batches = [next(straight) for _ in range(6)]  # 72 samples: more than three epochs
     assert len(torch.cat([b.images[b.synthetic] for b in batches]).unique(dim=0)) == 72
     ranks = []

@@ -23,26 +23,28 @@ def watch(figures, *, lower=False, **config):
     for number, figure in enumerate(figures, 1):
         stopping.see(figure)
         if stopping.reached:
-            return number
-    return None
+            return number, stopping.reason.partition("without x better than ")[2]
+    return None, ""
 
 
 @pytest.mark.parametrize(
-    ("figures", "config", "stops"),
+    ("figures", "config", "stops", "best"),
     [
-        ([0.5, 0.6, 0.6, 0.59], {"patience": 2}, 4),
-        ([0.5, 0.6, 0.6, 0.61, 0.5, 0.5], {"patience": 2}, 6),
-        ([0.5, 0.4, 0.3], {"patience": 1}, 2),
-        ([0.5, 0.4, 0.3, 0.2], {"patience": None}, None),
-        ([0.50, 0.52, 0.54, 0.56], {"patience": 2, "min_delta": 0.03}, None),  # small steps add up
-        ([0.50, 0.51, 0.52, 0.56], {"patience": 2, "min_delta": 0.03}, 3),
-        ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4),
-        ([math.nan, math.nan], {"patience": 2}, 2),
+        ([0.5, 0.6, 0.6, 0.59], {"patience": 2}, 4, "0.6"),
+        ([0.5, 0.6, 0.6, 0.61, 0.5, 0.5], {"patience": 2}, 6, "0.61"),
+        ([0.5, 0.4, 0.3], {"patience": 1}, 2, "0.5"),
+        ([0.5, 0.4, 0.3, 0.2], {"patience": None}, None, ""),
+        ([0.50, 0.52, 0.54, 0.56], {"patience": 2, "min_delta": 0.03}, None, ""),  # small steps add up
+        ([0.50, 0.51, 0.52, 0.56], {"patience": 2, "min_delta": 0.03}, 3, "0.5 by more than 0.03"),
+        ([0.5, 0.75, 1.0], {"patience": 2, "min_delta": 0.25}, 3, "0.5 by more than 0.25"),
+        ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4, "0.1"),
+        ([math.nan, math.nan], {"patience": 2}, 2, "nothing"),
     ],
 )
-def test_when_it_stops(figures, config, stops):
-    assert watch(figures, **config) == stops
-    assert watch([-figure for figure in figures], lower=True, **config) == stops
+def test_when_it_stops(figures, config, stops, best):
+    assert watch(figures, **config) == (stops, best)
+    found, other = watch([-figure for figure in figures], lower=True, **config)
+    assert (found, other.lstrip("-")) == (stops, best)
 
 
 def test_it_needs_images_to_evaluate_with(packed):

@@ -10,13 +10,15 @@ import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.data.reading.mixture import MixedDataset
+from duetgan.data.reading.mixture import MixedDataset, MixedSampler
+from duetgan.data.reading.sampler import GlobalSampler, Position
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.data import label_frequencies, real_label_frequencies, synthetic_fraction
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
-from tests.data.packing.test_inspect import change_entry
+from tests.data.packing.test_inspect import change_entry, pack_samples
+from tests.data.reading.test_sampler import batches_of
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
 CPU = torch.device("cpu")
@@ -65,8 +67,15 @@ def test_it_is_read_as_the_training_images_are(folder):
     second = training.synthetic
     assert isinstance(second, Dataset)
     assert (second.crop, second.workers, second.resolution) == (training.crop, 2, 8)
-    assert data.facts(training, None)["synthetic"]["by_class"] == dict.fromkeys(CLASSES, 4)
+    found = data.facts(training, None)["synthetic"]
+    assert (found["path"], found["by_class"]) == (str(folder / "drawn.lmdb"), dict.fromkeys(CLASSES, 4))
     assert type(data.open_training(DataConfig(path=str(folder / "train.lmdb")))).__name__ == "Dataset"
+
+
+def test_images_of_another_size_fit_if_a_size_is_set(folder):
+    pack_arrays(folder / "large.lmdb", sample_images(6, side=16), [0, 1, 2] * 2, CLASSES)
+    training = opened(config_of(folder, path=str(folder / "large.lmdb"), more={"resolution": 6}))
+    assert (training.resolution, training.synthetic.resolution) == (6, 6)
 
 
 def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder):
@@ -129,6 +138,30 @@ def test_fill_brings_rare_classes_up_to_the_largest(folder):
     assert drawn.sum() == 400
 
 
+def test_the_sampler_follows_the_config(folder):
+    rates = {"class_rates": {"dog": 1.5}}
+    config = config_of(folder, share=0.4, balance="fill", until=0.05, more=rates)
+    labels = np.array(LABELS)
+    lacking = np.array([0.0, 1.5, 5.0])  # of 6, 4.5 and 1
+    how: dict[str, Any] = {"batch_size": 8, "seed": 5}
+    second = {"weights": lacking[np.arange(12) % 3] / 4, "groups": np.arange(12) % 3, "stream": "synthetic"}
+    training = opened(config)
+    expected = MixedSampler(
+        10,
+        synthetic=GlobalSampler(12, **second, **how),
+        content=training.synthetic.meta.content_hash,
+        fraction=Fraction(2, 5),
+        until=5,
+        weights=np.array([1, 1.5, 1])[labels],
+        groups=labels,
+        **how,
+    )
+    found = data.make_sampler(config, training)
+    for (indices, _), (others, _) in zip(batches_of(found, 9), batches_of(expected, 9), strict=True):
+        np.testing.assert_array_equal(indices, others)
+    assert found.state_at(Position()) == expected.state_at(Position())
+
+
 def test_fill_with_a_share_keeps_the_share(folder):
     real, drawn = seen(config_of(folder, balance="fill"), 100)
     assert (real.sum(), drawn.sum()) == (600, 200)
@@ -151,6 +184,9 @@ def test_classes_are_as_frequent_as_both_kinds_show_them(folder):
     np.testing.assert_allclose(label_frequencies(config.data, opened(config)), expected)
     config = config_of(folder, share=None, balance="fill")
     np.testing.assert_allclose(label_frequencies(config.data, opened(config)), [1 / 3] * 3)
+    config = config_of(folder, balance="fill")
+    expected = 0.75 * np.array([0.6, 0.3, 0.1]) + 0.25 * np.array([0, 3, 5]) / 8
+    np.testing.assert_allclose(label_frequencies(config.data, opened(config)), expected)
 
 
 def test_the_plan_says_it(folder):
@@ -159,3 +195,5 @@ def test_the_plan_says_it(folder):
     assert told.startswith("12 images, 8 px, RGB, 3 classes, raw, no passport: they count as real; 0.25 of each batch")
     config = config_of(folder, share=None, balance="fill")
     assert data.mixture_text(config, opened(config)).endswith("; 0.444 of each batch")
+    config = config_of(folder, path=str(pack_samples(folder / "told.lmdb", count=6)))
+    assert data.mixture_text(config, opened(config)) == "6 images, 8 px, RGB, 3 classes, raw; 0.25 of each batch"

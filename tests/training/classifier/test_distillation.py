@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
@@ -44,6 +45,9 @@ def test_the_teacher_stays_as_it_was(files, tmp_path):
     assert task.describe()["taught by"] == str(files / "teacher")
     teacher = classifier_from(load(resolve(str(files / "teacher"))))
     assert fingerprint(task.criterion.teacher.network) == fingerprint(teacher)
+    images = torch.rand(2, 1, 8, 8) * 2 - 1  # it sees them as it has been trained: grey, at 16 px
+    own = torch.nn.functional.interpolate(images, size=(16, 16), mode="bilinear", antialias=True)
+    torch.testing.assert_close(task.criterion.teacher(images.expand(2, 3, 8, 8)), teacher(own))
 
 
 def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taught(files, tmp_path):

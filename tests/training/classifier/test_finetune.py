@@ -31,7 +31,7 @@ def network():
 
 
 def trained_of(network, **options):
-    return FineTuning(network, FineTuneConfig(**options), steps_per_epoch=options.pop("epoch", 12.5))
+    return FineTuning(network, FineTuneConfig(**options))
 
 
 def task_of(packed: Path, *, finetune: dict[str, Any], **options: Any) -> ClassifierTask:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.utils._pytree import tree_leaves
 
-from duetgan.data.augment.transforms import to_float
+from duetgan.data.augment.transforms import AUGMENTATIONS, to_float
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.base.data import open_training
@@ -65,6 +65,9 @@ def test_features_of_every_image_and_its_mirror(packed, monkeypatch, capfd):
     alone, _ = frozen.image_features(model, dataset, mirror=False)
     assert torch.equal(again, features)
     assert torch.equal(alone, features[:, :1])
+    some, named = frozen.image_features(model, dataset, records=np.array([7, 3, 190]))
+    assert torch.allclose(some, features[[7, 3, 190]], rtol=1e-4, atol=1e-5)
+    assert named.tolist() == dataset.labels()[[7, 3, 190]].tolist()
     assert capfd.readouterr().err == ""  # no progress bar
 
 
@@ -196,13 +199,15 @@ NEVER: dict[str, dict[str, Any]] = {
     "watched": {"log": TREE["log"] | {"layers": ["conv1"], "tensorboard": True}},
     "all trains": {"finetune": {}},
     "statistics train": {"finetune": {"freeze_at": {"head": 9}}},
-    "short": {"steps": 4},  # 192 samples of 200 images
-    "short for both views": {"steps": 8, "augment": {"flip": True}},
+    "own": {"augment": {"own": ["fade"]}},
+    "short": {"steps": 4, "batch_size": 50},  # as many samples as images
+    "short for both views": {"steps": 8, "batch_size": 50, "augment": {"flip": True}},
 }
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_nothing_is_kept_where_images_never_come_again(packed, name):
+def test_nothing_is_kept_where_images_never_come_again(packed, name, monkeypatch):
+    monkeypatch.setitem(AUGMENTATIONS, "fade", lambda images, draws: images)
     config = config_of(packed, **NEVER[name])
     task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
     assert task.frozen.spans == []
@@ -212,8 +217,10 @@ def test_nothing_is_kept_where_images_never_come_again(packed, name):
 def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
     model = network()
     assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 1
-    model.network.relu = torch.nn.Dropout(0.1)
-    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
+    for option in ("p", "drop_prob"):  # of torch's dropout, and of timm's stochastic depth
+        model.network.relu = torch.nn.Identity()
+        setattr(model.network.relu, option, 0.1)
+        assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
     model.network.relu = torch.nn.BatchNorm2d(64, affine=False)  # goes on counting: it has nothing to freeze
     assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
     assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True)).border(0) == 1
@@ -223,19 +230,23 @@ def test_beyond_the_memory_or_the_limit_nothing_is_kept(packed, tmp_path, monkey
     variant = VARIANTS["maps"] | {"data": {"sampling": "balanced"}}
     task, expected = train(config_of(packed, **variant), tmp_path / "memory")
     size = 200 * 2 * 4 * np.prod(task.frozen.shape)
-    assert f"{size / 2**20:,.3g} MiB, kept in memory" in capsys.readouterr().err
+    images = "outputs of 200 images and their mirror images"
+    line = f"frozen: stem to layer2 computed once, {images}: {size / 2**20:,.3g} MiB, kept in memory\n"
+    assert line in capsys.readouterr().err
     less = variant | {"finetune": variant["finetune"] | {"cache": size / 2**30 - 1e-9}}
     assert train(config_of(packed, **less), tmp_path / "bounded")[0].frozen.begin == 0
-    monkeypatch.setattr(frozen, "available_bytes", lambda: 4 * size - 1)
+    monkeypatch.setattr(frozen, "available_bytes", lambda: 8 * size - 1)
+    monkeypatch.setattr(frozen, "local_processes", lambda: 2)  # each keeps all
     task, found = train(config_of(packed, **variant), tmp_path / "nowhere")
-    assert "too much to keep" in capsys.readouterr().err
+    line = f"computed in every step, {images}: {2 * size / 2**20:,.3g} MiB, too much to keep\n"
+    assert f"frozen: stem to layer2 are {line}" in capsys.readouterr().err
     assert task.frozen.begin == 0
     for one, other in zip(leaves(found), leaves(expected), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_synthetic_images_are_read_by_their_own_numbers(packed, tmp_path):
-    synthetic = {"path": str(packed / "test.lmdb"), "share": 0.25}
+    synthetic = {"path": str(packed / "test.lmdb"), "share": 0.25, "weight": 0.3}
     variant: dict[str, Any] = {"data": {"synthetic": synthetic}, "augment": {"flip": True}, "steps": 14}
     task, found = train(config_of(packed, **variant), tmp_path / "cached")
     assert (task.frozen.begin, task.frozen.count) == (5, 300)

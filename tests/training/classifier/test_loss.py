@@ -248,6 +248,16 @@ def test_weights_that_do_not_fit(weights, told):
         class_weight_list(ClassifierLossConfig(class_weights=weights), ["shirt", "coat"], [1.0, 1.0])
 
 
+def test_a_class_that_is_never_seen_has_no_weight_and_the_least_prior():
+    dataset: Any = SimpleNamespace(meta=SimpleNamespace(classes=[*"abc"]))
+    config = ClassifierLossConfig(class_weights="balanced", logit_adjustment=0.5)
+    criterion = Criterion(config, dataset, [6.0, 3.0, 0.0], Precision("fp32", CPU))
+    assert criterion.weights is not None
+    assert criterion.prior is not None
+    assert criterion.weights.tolist() == pytest.approx([0.75, 1.5, 0.0])
+    assert criterion.prior.tolist() == pytest.approx([0.5 * math.log(f) for f in (1.0, 0.5, 1e-9)])
+
+
 @pytest.mark.parametrize(("kernel", "stride", "side"), [(3, 2, 1), (5, 2, 1), (7, 2, 1), (3, 3, 2), (3, 2, 2)])
 def test_gradients_are_those_of_fp32_whatever_the_memory_held(kernel, stride, side):
     """As in layer4 of a ResNet with images of 16 px."""

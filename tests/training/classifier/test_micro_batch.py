@@ -48,8 +48,9 @@ def test_a_size_that_divides_gives_its_own_parts_and_halves_down_to_one(capsys):
     assert "BatchNorm" in told
     MicroBatchSize(12, 12).find(attempt)  # a number is not looked for
     other = MicroBatchSize("auto", 12)
-    other.load_state_dict(MicroBatchSize("auto", 12).state_dict() | {"size": 3})
-    assert other.size == 3
+    for size, expected in ((3, 3), (20, 12)):  # the latter of a run with larger batches
+        other.load_state_dict({"size": size})
+        assert other.size == expected
 
 
 def test_what_says_that_memory_ran_out():
@@ -120,6 +121,21 @@ def test_a_size_that_fits_is_found_before_the_first_step(packed, capsys):
     resumed, _ = build(packed, micro_batch="auto")
     resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())
     assert resumed.inputs.micro.slices() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_that_cut_through_pairs_are_rows_of_the_whole_batch(packed, size):
+    task, loader = build(packed, augment={"mixup": 0.4, "cutmix": 1.0})
+    samples = task.samples(next(loader), 0)
+    (whole,) = task.inputs.micro_batches(samples)
+    task.inputs.micro.size = size
+    parts = list(task.inputs.micro_batches(samples))
+    torch.testing.assert_close(torch.cat([part.images for part in parts]), whole.images)
+    for name in ("labels", "partner_labels", "fraction"):
+        found = torch.cat([getattr(part.targets, name) for part in parts])
+        assert torch.equal(found, getattr(whole.targets, name))
+    assert [part.is_last for part in parts] == [False] * (12 // size - 1) + [True]
+    assert whole.is_last
 
 
 def test_it_is_looked_for_again_where_other_parameters_train(packed):

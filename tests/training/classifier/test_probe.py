@@ -11,6 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from duetgan.commands import evaluate
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.intervals import wilson
 from duetgan.training.classifier import probe
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.engine.lr_find import Sweep
@@ -41,6 +42,8 @@ def test_it_is_scikit_learns_regression_on_standardised_features(few):
     if few:
         features, labels = features[:9, :1], labels[:9]
     found = probe.fit(features, labels, 3, scale=None if others is None else probe.scale_of(others))
+    scale = probe.scale_of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+    assert torch.stack(scale).tolist() == [[2.0, 5.0], [1.0, pytest.approx(1e-6)]]
     x, y = features.flatten(0, 1).double().numpy(), labels.repeat_interleave(features.shape[1]).numpy()
     like = x if others is None else others.double().numpy()
     mean, deviation = like.mean(0), like.std(0)
@@ -58,6 +61,15 @@ def test_its_accuracy_is_of_images_that_it_has_not_seen():
     assert found.interval[0] < 1 / 3 < found.interval[1]
     easy, of_easy = clusters(spread=0.1)
     assert probe.fit(easy, of_easy, 3).accuracy == 1
+
+
+def test_its_accuracy_is_of_first_views(monkeypatch):
+    monkeypatch.setattr(probe, "_path", lambda *given: ((torch.eye(3), torch.zeros(3)) for _ in given[3]))
+    labels = torch.arange(33) % 3
+    first, second = (torch.nn.functional.one_hot((labels + shift) % 3).float() for shift in (0, 1))
+    first[:3] = second[:3]  # the regression is wrong for three images
+    found = probe.fit(torch.stack([first, second], 1), labels, 3)
+    assert found[2:] == (30 / 33, wilson(30, 33), 33, probe.STRENGTHS[0])
 
 
 def test_its_accuracy_is_not_that_of_the_luckiest_of_many_strengths(monkeypatch):
@@ -82,9 +94,10 @@ def test_classes_are_spread_over_the_folds(monkeypatch):
         counts = np.bincount(folds[labels.numpy() == label], minlength=probe.FOLDS)
         assert counts.max() - counts.min() <= 1
     assert set(folds.tolist()) == set(range(probe.FOLDS))
-    monkeypatch.setattr(probe, "WORK", 12 * 3 * 20)  # images beyond are not cross-validated, but fitted to
     features, of_features = clusters()
-    assert probe.fit(features, of_features, 3).images == 20
+    for images, expected in ((20, 20), (0, 5 * 3)):  # images beyond are not cross-validated, but fitted to
+        monkeypatch.setattr(probe, "WORK", 12 * 3 * images)
+        assert probe.fit(features, of_features, 3).images == expected
 
 
 def config_of(packed: Any, **more: Any) -> Any:
@@ -98,19 +111,24 @@ def donor(packed, tmp_path, slim):
     return {"model": TREE["model"] | {"weights": str(tmp_path / "donor")}}
 
 
-def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys):
-    frozen = {"finetune": {"freeze": ["backbone"], "probe": True}} | donor
+def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys, monkeypatch):
+    pairs = np.arange(200) // 2
+    monkeypatch.setattr("duetgan.training.classifier.task.look_alike_groups", lambda _: pairs)
+    frozen = {"finetune": {"freeze": ["backbone"], "probe": True}, "seed": 4} | donor
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
-    expected = probe.fit(
-        *image_features(task.model, task.dataset), 10, seed=0, groups=probe.look_alike_groups(task.dataset)
-    )
+    expected = probe.fit(*image_features(task.model, task.dataset), 10, seed=4, groups=pairs)
     for head in (task.model.head, task.ema.model.head):
         torch.testing.assert_close(head.weight.detach(), expected.weight, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(head.bias.detach(), expected.bias, rtol=1e-4, atol=1e-5)
-    assert (state["probe"]["accuracy"], state["probe"]["images"]) == (expected.accuracy, 200)
-    assert f"accuracy {expected.accuracy:.3f}" in capsys.readouterr().err
+    summary = {name: getattr(expected, name) for name in ("accuracy", "interval", "images", "strength")}
+    assert state["probe"] == summary | {"seconds": state["probe"]["seconds"]}
+    low, high = expected.interval
+    assert (
+        f"probe: a logistic regression of strength {expected.strength:g} on frozen features: accuracy "
+        f"{expected.accuracy:.3f} ({low:.3f} to {high:.3f}) by cross-validation on 200 images, "
+    ) in capsys.readouterr().err
     free = {"name": "schedulefree-sgd", "lr": 1e-12, "schedule": "constant"}  # which holds weights of its own
     task, _ = train(config_of(packed, **frozen, steps=1, optimizer=free), tmp_path / "free")
     torch.testing.assert_close(task.ema.model.head.weight, expected.weight, rtol=1e-4, atol=1e-5)
@@ -141,13 +159,15 @@ def test_two_ranks_begin_at_the_same_probe(packed, tmp_path, donor):
     assert run.success().err.count("training begins there") == 1
 
 
-def test_look_alikes_share_a_fold(tmp_path):
+def test_look_alikes_share_a_fold(tmp_path, monkeypatch):
     images = np.random.default_rng(0).integers(0, 256, (12, 3, 32, 32), np.uint8)
     images = images.repeat(2, 0)
     images[1::2, :, 0, 0] ^= 1  # a pixel
     pack_arrays(tmp_path / "twins.lmdb", images, np.arange(24) // 2 % 3, ["a", "b", "c"], source="twins")
     with Dataset(tmp_path / "twins.lmdb") as dataset:
-        assert probe.look_alike_groups(dataset).tolist() == (np.arange(24) // 2 * 2).tolist()
+        for compared, groups in ((24, np.arange(24) // 2 * 2), (23, np.arange(24))):
+            monkeypatch.setattr(probe, "COMPARED", compared)
+            assert probe.look_alike_groups(dataset).tolist() == groups.tolist()
     with Dataset([tmp_path / "twins.lmdb"] * 2) as several:
         assert probe.look_alike_groups(several).tolist() == list(range(48))
 

@@ -17,7 +17,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.labels import best_thresholds
 from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from, read
-from duetgan.training.base.data import facts
+from duetgan.training.base.data import data_text
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
@@ -81,7 +81,12 @@ def test_it_learns_and_keeps_its_thresholds(folder, run):
     with Dataset(folder / "test.lmdb") as reader:
         model = classifier_from(load(resolve(run)), several=True)
         found = best_thresholds(answers_of(model, reader, classify(model, reader)))
+        assert data_text(reader) == "100 images, 16 px, grey, 3 classes in 6 sets of labels, raw"
     assert model.thresholds.tolist() == pytest.approx(found, abs=1e-6)
+    with Dataset(folder / "train.lmdb") as reader:
+        criterion: Any = ClassifierTask(config_of(folder), reader, None, CPU).criterion
+        frequencies = np.mean([[name in SETS[label] for name in range(3)] for label in reader.label_numbers()], 0)
+    assert criterion.weights.tolist() == pytest.approx(1 / frequencies - 1)
     straight = load(resolve(run))["state"]
     assert torch.equal(straight["model"]["thresholds"], straight["model_ema"]["thresholds"])
 

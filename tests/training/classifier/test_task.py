@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
+from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.models.classifier import Classifier
 from duetgan.training.base.data import make_loader
+from duetgan.training.classifier.probe import ProbeSummary
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.images import grid
+from duetgan.utils.seeding import forked
 from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import differing
 from tests.training.classifier.test_frozen import train
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -44,10 +51,12 @@ def config_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return build_run_config(TREE | {"data": data} | more, list(overrides), "x")
 
 
-def test_a_run_that_had_a_number_can_go_on_with_auto(packed, tmp_path):
+def test_a_run_that_had_a_number_and_no_probe_can_go_on_with_auto_and_one(packed, tmp_path):
     train(config_of(packed), tmp_path / "run", max_steps=1)
-    _, state = train(config_of(packed, micro_batch="auto"), tmp_path / "run", max_steps=2)
+    config = config_of(packed, micro_batch="auto", finetune={"probe": True})
+    _, state = train(config, tmp_path / "run", max_steps=2)
     assert state["micro_batch"] == {"size": 48}
+    assert state["probe"] == ProbeSummary().state_dict()
 
 
 def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
@@ -55,11 +64,13 @@ def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
 
 
 def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed, monkeypatch):
-    """A process of two computes half of each batch of 8."""
+    """A process of two computes half of each batch of 24. An epoch has 8 1/3; 15 have 125, to floats a bit more."""
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
-    finetune = {"unfreeze": {"head": 0, "layer4": 2}, "unfreeze_by": "epoch"}
-    begins = task_of(packed, "--batch_size", "8", finetune=finetune).finetuning.begins
-    assert {begin for name, begin in begins.items() if name.startswith("network.layer4")} == {2 * 200 // 8}
+    finetune = {"unfreeze": {"head": 0, "layer3": 1, "layer4": 15}, "freeze_at": {"head": 2, "layer3": 15}}
+    tuning = task_of(packed, "--batch_size", "24", finetune=finetune | {"unfreeze_by": "epoch"}).finetuning
+    for stage, expected in (("fc", (0, 17)), ("layer3", (9, 125)), ("layer4", (125, None)), ("layer2", (None, None))):
+        names = [name for name in tuning.parameters if name.startswith(f"network.{stage}.")]
+        assert {(tuning.begins[name], tuning.ends[name]) for name in names} == {expected}
 
 
 def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
@@ -74,6 +85,30 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     ours, theirs = task.ema.state_dict(), task.model.state_dict()
     name = "network.bn1.running_mean"
     assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_first_weights_are_those_of_the_seed_and_lie_in_memory_as_the_images(packed, seed):
+    task = task_of(packed, seed=seed, channels_last=seed == 4)
+    with forked(seed, "init", "classifier"):
+        expected = Classifier(task.config.model, channels=1, classes=10, resolution=16)
+    assert differing(task.model.state_dict(), expected.state_dict()) == []
+    weight = task.model.network.layer1[0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) == task.config.channels_last
+
+
+@pytest.mark.parametrize(("images", "batch_size", "shown"), [(200, 48, 48), (200, 80, 64), (21, 48, 20)])
+def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, images, batch_size, shown):
+    config = config_of(packed, batch_size=batch_size, augment={"mixup": 0.4, "mix_prob": 1e-12})
+    with Dataset(packed / "train.lmdb") as dataset:
+        first, labels = dataset.read(range(images))
+        labels[:10] = range(10)
+        pack_arrays(tmp_path / "first.lmdb", first, labels, dataset.classes)
+    with Dataset(tmp_path / "first.lmdb") as dataset:
+        task = ClassifierTask(config, dataset, None, CPU)
+        expected = grid(torch.from_numpy(first[:shown]), spec=dataset.spec)
+        assert np.array_equal(task.sample_grid(0), expected)
+    assert task.sample_grid(1) is None
 
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
@@ -131,7 +166,8 @@ def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):
     counter = task.model.network.bn1.num_batches_tracked
     loader = make_loader(task.config, task.dataset, CPU)
     with patch.object(torch, "_foreach_add_", wraps=torch._foreach_add_) as added:
-        task.step(loader, 0)
+        metrics = task.step(loader, 0)
+    assert not any(value.requires_grad for value in metrics.values())  # no graph is held
     counted = [call.args for call in added.call_args_list if any(part is counter for part in call.args[0])]
     assert [number.dtype for _, number in counted] == [torch.int64]  # of another dtype it would be slow on CUDA
     assert (counter, task.ema.model.network.bn1.num_batches_tracked) == (2, 2)

@@ -32,7 +32,7 @@ def test_a_jump_is_found_and_noise_is_not():
     assert found[2] == pytest.approx(2.0, abs=0.05)
 
 
-@pytest.mark.parametrize(("value", "spike"), [(2.0 + 0.1 * 5 * 1.4, True), (2.0 + 0.1 * 5 * 0.6, False)])
+@pytest.mark.parametrize(("value", "spike"), [(2.0 + 0.1 * 5 * 1.1, True), (2.0 + 0.1 * 5 * 0.9, False)])
 def test_the_threshold_is_in_standard_deviations(value, spike):
     detector = SpikeDetector(SpikesConfig(factor=5, window=5000))
     detector.history = noise(5000)
@@ -44,7 +44,8 @@ def test_what_is_no_spike():
     detector = SpikeDetector(SpikesConfig())
     assert detector.see(0, [*noise(100), -50.0, math.nan, math.inf]) is None
     assert all(math.isfinite(value) for value in detector.history)
-    assert SpikeDetector(SpikesConfig()).see(0, [1.0] * (LEAST - 1) + [100.0]) is None
+    for before, found in ((LEAST - 1, None), (LEAST, (LEAST, 100.0, 1.0))):
+        assert SpikeDetector(SpikesConfig()).see(0, [1.0] * before + [100.0]) == found
 
 
 def test_a_spike_does_not_become_usual_but_a_new_level_does():
@@ -52,8 +53,10 @@ def test_a_spike_does_not_become_usual_but_a_new_level_does():
     detector.see(0, noise(100))
     assert detector.see(100, [9.0]) is not None
     assert detector.see(101, [9.0]) is not None
-    assert 9.0 not in detector.history
-    assert detector.see(102, [9.0 + x for x in noise(3 * LEAST)]) is not None
+    for unusual, history in ((LEAST - 3, noise(100)), (1, [])):  # of LEAST in a row the last one
+        assert detector.see(102, [9.0] * unusual) is not None
+        assert detector.history == history
+    detector.see(132, [9.0 + x for x in noise(3 * LEAST)])
     assert detector.see(200, [9.0 + x for x in noise(20, seed=1)]) is None
 
 

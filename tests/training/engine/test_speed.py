@@ -8,7 +8,7 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.compiled import Compiled
-from duetgan.training.base.config import RunConfig
+from duetgan.training.base.config import EvaluationConfig, RunConfig
 from duetgan.training.classifier import replica
 from duetgan.training.engine import speed
 from duetgan.training.engine.hardware import NATIVE
@@ -79,6 +79,8 @@ def test_every_recipe_can_be_tried(recipe):
     trial = config.for_trial(config.smallest_batch)
     assert (trial.batch_size, trial.micro(1), trial.init_from) == (*[config.smallest_batch] * 2, None)
     assert not isinstance(trial, GanConfig) or trial.progressive.start is None
+    assert (trial.steps, trial.evaluation) == (config.steps + 1000, EvaluationConfig())
+    assert getattr(vars(trial).get("model"), "weights", None) is None
     line = next((line for line in recipe.read_text().splitlines() if line.startswith("precision:")), "precision: auto")
     assert config.precision == "auto" or "#" in line
 
