@@ -64,16 +64,6 @@ def test_flip_and_shift(dtype, reflect):
         assert torch.equal(new, old[:, row : row + 9, column : column + 8])
 
 
-def test_shifts_with_reflected_edges_are_drawn_as_others():
-    before = images()
-    how: dict[str, Any] = {"seed": 1, "step": 2, "start": 0, "global_batch": 7}
-    found, black = (draw_and_apply(before, Augment(shift=3, shift_edge=edge), **how) for edge in ("reflect", "black"))
-    assert torch.equal(found[black > 0], black[black > 0])  # the same offsets
-    assert not torch.equal(found, black)
-    with pytest.raises(UserError, match="shift 8 with reflected edges: images of 8 px"):
-        draw_and_apply(before, Augment(shift=8, shift_edge="reflect"), **how)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_erase(dtype):
     before = images(dtype)
@@ -146,11 +136,14 @@ def test_each_setting_has_its_own_draws_of_the_key():
     draws = torch.rand(400, 8, generator=generator(0, "augment", 0))
     flips, offsets, boxes = draws[:, 0] < 0.5, (5 * draws[:, 1:3]).long(), erase_boxes(draws[:, 3:], 0.5, 8, 4)
     assert run(Augment()) is before
-    for flip, shift, erase in itertools.product((False, True), (0, 2), (0.0, 0.5)):
+    for flip, shift, erase, edge in itertools.product((False, True), (0, 2), (0.0, 0.5), ("black", "reflect")):
         expected = random_flip(before, flips) if flip else before
-        expected = random_shift(expected, offsets, 2) if shift else expected
+        expected = random_shift(expected, offsets, 2, edge == "reflect") if shift else expected
         expected = random_erase(expected, boxes) if erase else expected
-        assert torch.equal(run(Augment(flip=flip, shift=shift, erase=erase)), expected)
+        assert torch.equal(run(Augment(flip=flip, shift=shift, erase=erase, shift_edge=edge)), expected)
+    with pytest.raises(UserError, match=r"shift 4 with reflected edges: images of 4 px .* at most 3"):
+        run(Augment(shift=4, shift_edge="reflect"))
+    run(Augment(shift=3, shift_edge="reflect"))
 
 
 def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing(monkeypatch):
@@ -204,9 +197,7 @@ def test_mixups_shares_are_beta_distributed(alpha):
 def test_cutmixs_shares_are_those_of_the_boxes_which_have_the_images_shape():
     mixing = drawn(cutmix=1.0)
     assert mixing.blend is None
-    assert mixing.is_pasted.shape == (4000, 1, 20, 30)
     torch.testing.assert_close(mixing.label_weights, 1 - mixing.is_pasted.float().mean((1, 2, 3)))
-    assert 0.55 < mixing.label_weights.mean() < 0.75  # above a half: boxes are cut off at the borders
     own = torch.tensor([0.75, 0.0, 1.0, 0.75])
     found = cut_boxes(own, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.2, 0.9], [0.0, 0.999]]), 20, 30)
     expected = torch.zeros(4, 1, 20, 30, dtype=torch.bool)

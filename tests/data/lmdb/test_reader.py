@@ -197,3 +197,4 @@ def test_sums_are_exact(channels, size):
 def test_numbers_that_packed_files_store_stay():
     codecs = (CODEC_RULES, CODEC_JPEG, CODEC_PNG)
     assert codecs == (0, 1, 2)
+    assert record_format.SIGNATURES == 4096

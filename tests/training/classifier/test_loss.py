@@ -49,16 +49,6 @@ def test_a_loss_to_mixed_labels_is_that_with_weights_of_one(kind, smoothing, mix
     torch.testing.assert_close(sum(parts), expected)  # of micro-batches or ranks
 
 
-def test_cross_entropy_is_torchs():
-    logits, labels, others, own = batch()
-    config = ClassifierLossConfig(label_smoothing=0.2)
-    kind: Any = {"label_smoothing": 0.2, "reduction": "none"}
-    plain, partner = (F.cross_entropy(logits, each, **kind) for each in (labels, others))
-    torch.testing.assert_close(classifier_loss(logits, Targets(labels), config), plain.sum())
-    mixed = classifier_loss(logits, Targets(labels, others, own), config)
-    torch.testing.assert_close(mixed, (own * plain + (1 - own) * partner).sum())
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
