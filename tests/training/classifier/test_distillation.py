@@ -67,7 +67,6 @@ def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taug
     ("data", "loss", "text"),
     [
         ("other", {}, "loss.teacher .*: its classes differ from those of .*other.lmdb; train it on the same classes"),
-        ("data", {"kind": "bce"}, "loss.teacher is for one class an image"),
         ("data", {"kind": "bce", "teacher": None, "logit_adjustment": 1.0}, "loss.logit_adjustment is for one class"),
         ("data", {"teacher": "nowhere"}, "nowhere"),
     ],
