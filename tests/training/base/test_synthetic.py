@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
@@ -21,7 +20,6 @@ from tests.data.packing.test_inspect import change_entry, pack_samples
 from tests.data.reading.test_sampler import batches_of
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -32,10 +30,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def config_of(folder: Path, *, steps: int = 100, batch_size: int = 8, more: Any = None, **synthetic: Any) -> RunConfig:
+def config_of(folder: Path, *, more: Any = None, **synthetic: Any) -> RunConfig:
     settings: dict[str, Any] = {"path": str(folder / "drawn.lmdb"), "share": 0.25} | synthetic
     options = DataConfig(path=str(folder / "train.lmdb"), synthetic=SyntheticConfig(**settings), **more or {})
-    return RunConfig(task="x", batch_size=batch_size, steps=steps, seed=5, data=options)
+    return RunConfig(task="x", batch_size=8, steps=100, seed=5, data=options)
 
 
 def opened(config: RunConfig) -> MixedDataset:
