@@ -280,6 +280,7 @@ def test_a_root_right_behind_the_last_page_is_damage(tmp_path):
     path.write_bytes(content)
     with path.open("rb") as file:
         assert_raises(ValueError, "lies beyond its end", check_tree, file.fileno(), PAGE, len(content))
+        assert_raises(ValueError, "it was cut off", check_tree, file.fileno(), PAGE, len(content) + PAGE)
 
 
 def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):
@@ -296,6 +297,8 @@ def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):
     with LMDBReader(path) as reader:
         np.testing.assert_array_equal(stored_image(reader, 0)[0], sample_images(3)[0].transpose(1, 2, 0))
         assert_raises(DamageError, "label 1 has no class, the file has 0 classes", stored_image, reader, 1)
+        for index in (-1, 3):
+            assert_raises(IndexError, f"record {index} of 3", stored_image, reader, index)
 
 
 if __name__ == "__main__":

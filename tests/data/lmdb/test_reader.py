@@ -1,10 +1,13 @@
 """What is written is read back, and what is not whole is refused by name."""
 
+import hashlib
 import multiprocessing
 import pickle
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,10 @@ from duetgan.data.lmdb.record import Layout, value_ends, value_range
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, make_record, pack_arrays, pixel_sums
 from duetgan.data.reading.dataset import Dataset
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
-from tests.data.conftest import CLASSES, sample_images
+from tests.data.conftest import CLASSES, change, sample_images
 
 GREY = Layout.of(ImageSpec(1, 8, 8))
 
@@ -96,13 +99,21 @@ def test_several_blocks_and_the_content_hash(tmp_path, small_blocks, monkeypatch
         assert pack_arrays(path, sample_images(5, side=16), encoding=encoding, smallest=4).blocks == blocks
 
 
-def test_names_are_kept_by_image_also_where_a_group_has_none(tmp_path, small_blocks):
-    names = [f"{number}.png" * (number > 3) for number in range(10)]
-    with LMDBWriter(tmp_path / "x.lmdb", GREY, classes=[]) as writer:
-        for name in names:
-            writer.add_record(make_record(np.zeros((8, 8, 1), np.uint8), 0, GREY), name)
-        writer.finish()
-    assert LMDBReader(tmp_path / "x.lmdb").names() == names
+def test_names_and_what_the_source_held_are_kept_by_image(tmp_path, small_blocks):
+    path, names = tmp_path / "x.lmdb", [f"{number}.png" * (number > 3) for number in range(10)]
+    held = hashlib.sha256()
+    with LMDBWriter(path, GREY, classes=CLASSES) as writer:
+        for number, name in enumerate(names):
+            record = make_record(np.zeros((8, 8, 1), np.uint8), number % 3, GREY)
+            writer.add_record(replace(record, digest=bytes([number])), name)
+            held.update((number % 3).to_bytes(8, "little") + bytes([number]))
+        assert writer.finish().fingerprint == held.hexdigest()
+    with LMDBReader(path) as reader:
+        assert reader.names() == names  # the first group has none
+    for stored, told in ((b'["a", 3, "b", "c"]', "its names are no list of text"), (b'["a"]', "it has 1 names")):
+        change(path, b"name/00000001", zlib.crc32(stored).to_bytes(4, "little") + stored)
+        with LMDBReader(path) as reader:
+            assert_raises(DamageError, f"record 4 to 7 is damaged: {told}", reader.names)
 
 
 def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):

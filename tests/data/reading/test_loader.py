@@ -106,9 +106,10 @@ def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed, p
         assert {index: not way for index, way in first.items()} == second
     for loader in loaders:
         loader.close()
-    repeats = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)  # within an epoch they alternate, too
-    alternating_flip_(repeats, np.array([1, 1, 1]), SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2])))
-    assert repeats.flatten().tolist() == [1, 0, 2, 3, 5, 4]
+    for dtype in (torch.uint8, torch.uint16):
+        repeats = torch.arange(6).to(dtype).view(3, 1, 1, 2)  # within an epoch they alternate, too
+        alternating_flip_(repeats, np.array([1, 1, 1]), SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2])))
+        assert repeats.flatten().tolist() == [1, 0, 2, 3, 5, 4]
 
 
 COUNT, SIDE = 20, 32

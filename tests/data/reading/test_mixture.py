@@ -5,6 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -140,6 +141,9 @@ def test_the_real_images_are_what_the_data_set_is_and_all_crops_are_keyed(packed
     np.testing.assert_array_equal(labels, [0, 1])
     with pytest.raises(IndexError):
         dataset.read([0, REAL + DRAWN])
+    dataset.close()
+    for path in (packed, second):
+        lmdb.open(str(path), subdir=False, readonly=True, lock=False).close()  # raises while it is open in the process
     crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
     dataset = mixed(packed, second, crop=crop)
     keys = SampleKeys(3, np.array([0, 0, 1]), np.array([2, 1, 0]))

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from duetgan.training.base.config import CheckpointConfig, LogConfig, RunConfig, SyntheticConfig
+from duetgan.training.base.config import CheckpointConfig, DataConfig, LogConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.monitors import SpikesConfig
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.loss import ClassifierLossConfig
@@ -62,6 +62,8 @@ def test_only_a_classifier_finds_its_micro_batch_by_itself():
         (GanConfig, {"data": {"synthetic": DRAWN}, "progressive": {"start": 8}}, r"set progressive\.start to null"),
         (ClassifierConfig, {"early_stopping": {"patience": 1}, "evaluation": {"every": 0}}, r"set evaluation\.every"),
         (ClassifierConfig, {"compile": "on", "model": {"split": "auto"}}, "compile on cannot be combined with model.s"),
+        (DataConfig, {"crop_area": (0.5, 0.3)}, "^crop_area 0.5, 0.3: the first must be at most the second"),
+        (DataConfig, {"crop_area": (0.5, 0.5), "crop_aspect": (2.0, 0.5)}, "^crop_aspect 2.0, 0.5: the first must be"),
         (LogConfig, {"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
         (CheckpointConfig, {"keep_every": 250}, "^keep_every 250: must be a multiple of checkpoint.every 500"),
         (SyntheticConfig, {"path": "x"}, r"share is not set; give the share of each batch"),

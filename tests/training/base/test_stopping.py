@@ -36,7 +36,7 @@ def watch(figures, *, lower=False, **config):
         ([0.5, 0.4, 0.3, 0.2], {"patience": None}, None, ""),
         ([0.50, 0.52, 0.54, 0.56], {"patience": 2, "min_delta": 0.03}, None, ""),  # small steps add up
         ([0.50, 0.51, 0.52, 0.56], {"patience": 2, "min_delta": 0.03}, 3, "0.5 by more than 0.03"),
-        ([0.5, 0.75, 1.0], {"patience": 2, "min_delta": 0.25}, 3, "0.5 by more than 0.25"),
+        ([0.5, 0.75, 0.75], {"patience": 2, "min_delta": 0.25}, 3, "0.5 by more than 0.25"),
         ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4, "0.1"),
         ([math.nan, math.nan], {"patience": 2}, 2, "nothing"),
     ],

@@ -214,6 +214,23 @@ def test_nothing_is_kept_where_images_never_come_again(packed, name, monkeypatch
     assert task.source(0) is None
 
 
+@pytest.mark.parametrize("is_main", [True, False])
+def test_one_process_shows_a_bar_of_all_images(packed, monkeypatch, is_main):
+    shown: list[dict[str, Any]] = []
+
+    class Bar(frozen.Bar):
+        def __init__(self, **how: Any) -> None:
+            shown.append(how)
+            super().__init__(**how | {"disable": True})
+
+    config = config_of(packed)
+    task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
+    monkeypatch.setattr(frozen, "Bar", Bar)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: is_main)
+    task.source(0)
+    assert shown == [{"total": 200, "desc": "frozen stages of", "unit": "image", "disable": not is_main}]
+
+
 def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
     model = network()
     assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 1
@@ -224,6 +241,8 @@ def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
     model.network.relu = torch.nn.BatchNorm2d(64, affine=False)  # goes on counting: it has nothing to freeze
     assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
     assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True)).border(0) == 1
+    inseparable = FineTuning(network("timm:test_resnet"), FineTuneConfig(unfreeze={"head": 0, "layer4": 1}))
+    assert (inseparable.border(0), inseparable.border(1)) == (len(inseparable.model.stages) - 1, 0)
 
 
 def test_beyond_the_memory_or_the_limit_nothing_is_kept(packed, tmp_path, monkeypatch, capsys):

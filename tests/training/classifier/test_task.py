@@ -5,16 +5,19 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, call, patch
 
 import numpy as np
 import pytest
 import torch
 
+from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
 from duetgan.models.classifier import Classifier
 from duetgan.training.base.data import make_loader
+from duetgan.training.classifier import replica
 from duetgan.training.classifier.probe import ProbeSummary
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
@@ -109,6 +112,29 @@ def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, 
         expected = grid(torch.from_numpy(first[:shown]), spec=dataset.spec)
         assert np.array_equal(task.sample_grid(0), expected)
     assert task.sample_grid(1) is None
+
+
+def test_images_of_16_bits_are_scaled_before_they_are_augmented(tmp_path, packed):
+    images = np.random.default_rng(0).integers(0, 4096, (12, 1, 16, 16), np.uint16)
+    pack_arrays(tmp_path / "deep.lmdb", images, np.arange(12) % 3, [*"abc"])
+    config = config_of(packed, batch_size=12, augment={"shift": 1})
+    with Dataset(tmp_path / "deep.lmdb") as dataset:
+        task = ClassifierTask(config, dataset, None, CPU)
+        samples = task.samples(read_batch(dataset, np.arange(12)), 0)
+    scaled = torch.from_numpy(images / 4095 * 2 - 1).float()
+    expected = draw_and_apply(scaled, config.augment, seed=0, step=0, start=0, global_batch=12)
+    torch.testing.assert_close(samples.images, expected)
+
+
+@pytest.mark.parametrize("compress", ["off", "bf16"])
+def test_ranks_send_what_the_config_says(packed, monkeypatch, compress):
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
+    monkeypatch.setattr(replica, "DistributedDataParallel", ddp := MagicMock())
+    task = task_of(packed, sync_bn="off", distributed={"compress": compress})
+    task.set_up(0)
+    hooks = [call(None, replica.bf16_compress_hook)] if compress == "bf16" else []
+    assert ddp.return_value.register_comm_hook.call_args_list == hooks
+    assert ddp.call_args.kwargs == {"gradient_as_bucket_view": True, "init_sync": True}
 
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):
