@@ -35,7 +35,7 @@ COMMON: dict[str, Any] = {
     **{"ema": {"decay": 0.15}, "optimizer": SGD, "loss": {"label_smoothing": 0.2, "class_weights": {"b": 3.0}}},
 }
 UNFREEZE = {
-    **{"freeze": ["layer1.*bn1*"], "unfreeze": {"head": 0, "backbone": 2, "layer4": 1}, "freeze_at": {"head": 3}},
+    **{"freeze": ["layer1.*bn1.weight"], "unfreeze": {"head": 0, "backbone": 2, "layer4": 1}, "freeze_at": {"head": 3}},
     **{"stage_lr": {"backbone": 0.3, "layer4": 0.5}, "layer_decay": 0.7},
 }
 STOP = {"freeze_at": {"head": 1}}

@@ -33,22 +33,6 @@ def batch():
     return logits, labels, others, own
 
 
-@pytest.mark.parametrize("kind", ["cross-entropy", "focal", "generalised-cross-entropy"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("counts", [None, [1.0, 0.3, 0.0, 4.0, 1.0, 0.3]])  # of the images
-def test_a_loss_to_mixed_labels_is_that_with_weights_of_one(kind, smoothing, mixed, counts):
-    """The other one is compared in tests/oracle."""
-    logits, labels, others, own = batch()
-    counted = None if counts is None else torch.tensor(counts, dtype=torch.float64)
-    targets = Targets(labels, others, own, counted) if mixed else Targets(labels, weights=counted)
-    config = ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
-    expected = classifier_loss(logits, targets, config, torch.ones(CLASSES).double())
-    torch.testing.assert_close(classifier_loss(logits, targets, config), expected)
-    parts = [classifier_loss(logits[rows], targets.rows(rows), config) for rows in (slice(0, 1), slice(1, N))]
-    torch.testing.assert_close(sum(parts), expected)  # of micro-batches or ranks
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
