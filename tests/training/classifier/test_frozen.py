@@ -241,7 +241,7 @@ def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
     model.network.relu = torch.nn.BatchNorm2d(64, affine=False)  # goes on counting: it has nothing to freeze
     assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
     assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True)).border(0) == 1
-    inseparable = FineTuning(network("timm:test_resnet"), FineTuneConfig(unfreeze={"head": 0, "layer4": 1}))
+    inseparable = FineTuning(network("timm:test_resnet"), FineTuneConfig(unfreeze={"head": 0, "stage4": 1}))
     assert (inseparable.border(0), inseparable.border(1)) == (len(inseparable.model.stages) - 1, 0)
 
 
