@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from duetgan.data.augment.transforms import MixingAugment
 from duetgan.data.images import encode
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.lmdb.record import Layout
@@ -193,7 +194,7 @@ def test_loader_follows_the_config(folder, monkeypatch):
     monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda: 1)
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
     section = config_of(folder, sampling="balanced", prefetch=3).data
-    config = ClassifierConfig(batch_size=4, seed=5, data=section, augment={"flip": "alternating"})
+    config = ClassifierConfig(batch_size=4, seed=5, data=section, augment=MixingAugment(flip="alternating"))
     training, _ = opened(config)
     loader = data.make_loader(config, training, torch.device("cpu"))
     assert loader.prefetch == 0  # the step itself wants the cores
@@ -237,7 +238,7 @@ def test_description(folder):
     by_class = {"cat": 6, "dog": 3, "emu": 1}
     training = Dataset(folder / "train.lmdb", resolution=6)
     own = (str(folder / "train.lmdb"), 10, by_class, 3, 6, "raw", training.meta.content_hash)
-    others = (f"{folder}/grey.lmdb + {folder}/grey.lmdb", 2400, {}, 1, 4, "png", two.meta.content_hash)
+    others: Any = (f"{folder}/grey.lmdb + {folder}/grey.lmdb", 2400, {}, 1, 4, "png", two.meta.content_hash)
     expected = {"training": dict(zip(names, own, strict=True)), "held-out": dict(zip(names, others, strict=True))}
     assert data.facts(training, two) == expected
 

@@ -120,7 +120,7 @@ def test_the_sampler_follows_the_config(folder, share, fraction):
     labels = np.array(LABELS)
     lacking = np.array([0.0, 1.5, 5.0])
     how: dict[str, Any] = {"batch_size": 8, "seed": 5}
-    second = {"weights": lacking[np.arange(12) % 3] / 4, "groups": np.arange(12) % 3, "stream": "synthetic"}
+    second: Any = {"weights": lacking[np.arange(12) % 3] / 4, "groups": np.arange(12) % 3, "stream": "synthetic"}
     training = opened(config)
     expected = MixedSampler(
         10,
