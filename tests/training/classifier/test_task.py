@@ -110,7 +110,7 @@ def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, 
     with Dataset(tmp_path / "first.lmdb") as dataset:
         task = ClassifierTask(config, dataset, None, CPU)
         expected = grid(torch.from_numpy(first[:shown]), spec=dataset.spec)
-        np.testing.assert_array_equal(task.sample_grid(0), expected)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(task.sample_grid(0), expected)
     assert task.sample_grid(1) is None
 
 
