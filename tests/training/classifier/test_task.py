@@ -100,9 +100,11 @@ def test_the_first_weights_are_those_of_the_seed_and_lie_in_memory_as_the_images
     assert weight.is_contiguous(memory_format=torch.channels_last) == task.config.channels_last
 
 
-@pytest.mark.parametrize(("images", "batch_size", "shown"), [(200, 48, 48), (200, 80, 64), (21, 48, 20)])
-def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, images, batch_size, shown):
-    config = config_of(packed, batch_size=batch_size, augment={"mixup": 0.4, "mix_prob": 1e-12})
+@pytest.mark.parametrize(
+    ("images", "batch_size", "mixup", "shown"), [(200, 48, 0.4, 48), (200, 80, 0.0, 64), (21, 48, 0.4, 20)]
+)
+def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, images, batch_size, mixup, shown):
+    config = config_of(packed, batch_size=batch_size, augment={"mixup": mixup, "mix_prob": 1e-12})
     with Dataset(packed / "train.lmdb") as dataset:
         first, labels = dataset.read(range(images))
         labels[:10] = range(10)
