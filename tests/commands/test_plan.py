@@ -15,6 +15,7 @@ from duetgan.commands.planning.plan import (
     LAST,
     PAIRS,
     SCRATCH,
+    SIZES,
     STARTED,
     TUNED,
     Machine,
