@@ -15,7 +15,6 @@ from duetgan.commands.planning.plan import (
     LAST,
     PAIRS,
     SCRATCH,
-    SIZES,
     STARTED,
     TUNED,
     Machine,

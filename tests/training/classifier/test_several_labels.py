@@ -17,7 +17,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.classification.labels import best_thresholds
 from duetgan.metrics.evaluate_classifier import answers_of, classify
 from duetgan.models.restore import classifier_from, read
-from duetgan.training.base.data import data_text
+from duetgan.training.base.data import data_text, facts
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
