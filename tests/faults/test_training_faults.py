@@ -160,6 +160,7 @@ def test_what_is_compared(tmp_path):
     parts = health.shared_tensors({"network": network, "optimizer": updater, "precision": updater.precision})
     assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 8}
     assert len(parts["optimizer"]) > 8  # two moments and a step of four parameters, and the rates
+    assert torch.tensor(0.001, dtype=torch.float64) in [x for x in parts["optimizer"] if x.dtype == torch.float64]
     prints = collectives.fingerprints(parts, torch.device("cpu"))
     with torch.no_grad():
         next(network.parameters()).view(-1)[0] += 1e-7
@@ -191,6 +192,9 @@ def test_the_lowest_rank_that_is_left_reports(tmp_path, monkeypatch, rank, missi
         return missing
 
     monkeypatch.setattr(health, "silent_ranks", silent)
+    handled: list[Any] = []
+    monkeypatch.setattr(health, "under_launcher", lambda: launched)
+    monkeypatch.setattr(signal, "signal", lambda *given: handled.append(given))
     monkeypatch.delenv(LAUNCHED, raising=False)
     if launched:
         monkeypatch.setenv(LAUNCHED, "1")
@@ -199,6 +203,7 @@ def test_the_lowest_rank_that_is_left_reports(tmp_path, monkeypatch, rank, missi
     halted = health.lost_rank(RunFolder(tmp_path), 7, error)
     assert str(halted) == f"{reason} (Connection closed); {REMEDY}"
     assert (halted.rank_specific, halted.quiet, looked) == (reports, quiet, [(tmp_path, 4, rank)])
+    assert handled == [(signal.SIGTERM, signal.SIG_IGN)] * launched  # torchrun would end this rank before it reports
     assert (tmp_path / "status.json").exists() == reports
     if reports:
         expected = ("failed", 7, str(halted), 4)

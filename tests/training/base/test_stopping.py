@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from duetgan.training.engine.checkpoints import CheckpointManager
 from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.run import callbacks
 from duetgan.training.engine.tasks import build_run_config
-from duetgan.utils.errors import UserError
+from duetgan.utils.errors import DamageError, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
-from tests.end_to_end.helpers import log_of, status, train_in_process, write_config
+from tests.end_to_end.helpers import last, log_of, status, train_in_process, write_config
 
 
 def watch(figures, *, lower=False, **config):
@@ -127,6 +128,16 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
     straight = ran(packed, tmp_path / "straight", 2)
     assert straight.step == 8
+
+
+def test_damaged_held_out_images_cost_no_step(packed, tmp_path, monkeypatch):
+    def evaluate(self):
+        raise DamageError(Path("x.lmdb"), [3], "another checksum")
+
+    monkeypatch.setattr(Judged, "evaluate", evaluate)
+    with pytest.raises(DamageError, match="record 3 is damaged"):
+        ran(packed, tmp_path / "run")
+    assert last(tmp_path / "run") == 2
 
 
 @pytest.mark.usefixtures("slim")

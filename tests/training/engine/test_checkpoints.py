@@ -346,32 +346,32 @@ def test_more_updates_without_numbers_than_the_cap_end_the_run():
             skipped.after_row(loop, {}, taken)
         assert row == skipped.totals
     assert skipped.totals == {"skipped_updates": 9, "nonfinite_updates": 5}
+    assert loop.manager.healthy == 7
 
 
 def test_what_is_sound_stays_while_updates_are_skipped(tmp_path, capsys):
     """G2; and the one before it, should the newest be broken, too."""
-    manager = keeper_of(tmp_path, keep=1)
-    for step in (3, 6, 9, 12):
+    manager = keeper_of(tmp_path, keep=3)
+    for step in (3, 6, 9, 12, 15):
         save(manager, step)
-    assert steps(manager) == [12]
+    assert steps(manager) == [15, 12, 9]
     manager.config.checkpoint.keep = 2
-    save(manager, 15)
     for step in (18, 21, 24):
         save(manager, step, healthy=16)
     assert steps(manager) == [24, 21, 15, 12]
-    loop: Any = SimpleNamespace(manager=manager, step=25, config=manager.config)
+    loop: Any = SimpleNamespace(manager=manager, step=24, config=manager.config)
     manager.config.precision = "bf16"
     vars(manager.config).update(first=OptimizerConfig(), second=OptimizerConfig())
     remedy = "it broke; lower the learning rate (first.lr and second.lr) or use --precision fp32"
     for healthy, advice in (
         (2, " and start in another --run-dir: no checkpoint is from before that"),
-        (None, "; the same command then goes on from step 24, the last checkpoint from before that"),
-        (16, "; the same command then goes on from step 15, the last checkpoint from before that"),
+        (None, "; the same command then goes on from step 21, the last checkpoint from before that"),
+        (15, "; the same command then goes on from step 15, the last checkpoint from before that"),
     ):
         manager.healthy = healthy
         assert str(stop_broken(loop, "it broke")) == remedy + advice
     again = keeper_of(tmp_path)
     assert again.restore({"loop": Counter()})["step"] == 15
-    told = "going back to the checkpoint of step 15: training broke after it and stopped at step 25"
+    told = "going back to the checkpoint of step 15: training broke after it and stopped at step 24"
     assert told in capsys.readouterr().err
     assert steps(again) == [15, 12]

@@ -14,6 +14,7 @@ from duetgan.models.hooks import LayerStatistics
 from duetgan.training.base.config import LogConfig
 from duetgan.training.base.monitors import MetricWindow
 from duetgan.training.engine import outputs
+from duetgan.training.engine import run as training
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.errors import UserError
 from duetgan.utils.runlog.run_folder import RunFolder
@@ -106,6 +107,10 @@ def test_a_full_disk_costs_the_status_and_the_grid_of_samples(tmp_path, capsys, 
     outputs.SampleGrids().begin(loop)
     path = tmp_path / "samples" / "step-00000007.png"
     assert shown == [(path, cause, "sample grids"), (7, "samples", "grid 7")]
+    monkeypatch.setattr("duetgan.reporting.report.write_report", refuse)
+    training._report(tmp_path)
+    warning = f"warning: {tmp_path}/report.html: cannot be written (full); training continues without the report\n"
+    assert capsys.readouterr().err == warning
 
 
 def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):

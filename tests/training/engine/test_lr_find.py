@@ -96,6 +96,8 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path, monkeypatch):
         f"steepest {steepest:.2g}": ([steepest] * 2, [0, 1]),
     }
     assert (axes.get_xscale(), axes.get_yscale(), axes.get_title()) == ("log", "log", "all rates were tried")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning rate", "loss of the next batch")
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == set(drawn)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from duetgan.data.packing.records import pack_arrays
 from duetgan.training.base import data
 from duetgan.training.base.generated import GeneratedSamples
 from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.preflight import plan_rows
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load
 from duetgan.utils.errors import UserError
@@ -63,6 +64,14 @@ def test_a_run_cannot_go_on_with_another_mixture(packed, tmp_path):
     pack_arrays(tmp_path / "other.lmdb", images, labels=labels, classes=classes)
     with pytest.raises(UserError, match=r"data\.synthetic has other images now"):
         train(config_of(packed, path=str(tmp_path / "other.lmdb")), tmp_path / "copy")
+
+
+def test_the_plan_names_the_mixture(packed):
+    config = config_of(packed)
+    training = data.open_training(config.data)
+    rows = plan_rows(config, ClassifierTask(config, training, None, CPU), training, None, CPU, "fp32")
+    real = "no passport: they count as real"
+    assert rows["synthetic data"] == f"100 images, 16 px, grey, 10 classes, raw, {real}; 0.3 of each batch"
 
 
 def test_checkpoints_record_who_drew_the_images(packed, tmp_path):

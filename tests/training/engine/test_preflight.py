@@ -119,7 +119,7 @@ def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch)
         check_disk(tmp_path / "run" / "inner", task, 30)
     free[tmp_path] += 2**20 - 1
     with pytest.raises(UserError, match="free some space"):
-        check_disk(tmp_path / "run", task, 30)
+        check_disk(tmp_path, task, 30)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,12 @@ def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name,
     monkeypatch.setattr(speed, "seconds_per_image", lambda *_: 7.5)
     assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers") == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"time: about {duration} here, 0.133 images/s\n")
-    assert layer in text
+    time = f"time: about {duration} here, 0.133 images/s"
+    end = "dry run: everything up to the first step is in order; nothing was written"
+    assert (text.startswith(f"{time}\n"), text.endswith(f"\n{end}\n")) == (True, True)
+    assert re.search(rf"{layer} \(\w+\)", text)
+    assert train_in_process(recipe, tmp_path / "run", "--dry-run") == 0
+    assert capsys.readouterr().out.splitlines() == [time, "--layers prints every layer", end]
     assert re.search(r"Total params: [1-9][\d,]+\n", text)
     assert "Trainable" not in text
 

@@ -152,6 +152,8 @@ def test_the_phases_add_up_to_the_step_and_operators_are_counted(measured):
     assert found["other/host"][0] >= 4
     addmm: Any = re.search(r"^ +aten::addmm .* (\d+) *$", text, re.MULTILINE)
     assert addmm[1] == "3"  # calls
+    shares = [float(share) for share in re.findall(r"^ *\S.*? +([\d.]+)% ", text.split("\n\n")[2], re.MULTILINE)]
+    assert (len(shares), shares) == (12, sorted(shares, reverse=True))
 
 
 def test_times_are_those_of_a_step(tmp_path, monkeypatch):

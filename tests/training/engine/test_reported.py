@@ -304,7 +304,7 @@ def check_report(record: Record, run: Path, rows: list[dict[str, Any]]) -> None:
     assert tiles[-6:] == [
         ("finished", "state of the training"),
         (f"{steps}", "steps"),
-        (duration(record.now - START), "time taken, with evaluations"),
+        (duration(record.now - START), "duration, including evaluations"),
         (f"{speed:.3g}", "images a second (median)"),
         (f"{100 * wait:.1f} %", "of the time spent waiting for data (median)"),
         (f"step {best}", f"best checkpoint: {metric} {value:.3g}"),
@@ -343,6 +343,7 @@ def test_every_reported_value(record, folder, tmp_path, capsys):
     assert dedent(shown.decode()).splitlines() == written.splitlines()
     assert set(events.Tags()["scalars"]) == {key for row in rows for key in row} - {"step"}
     output = capsys.readouterr().err.splitlines()
+    assert output[-2:] == [f"report: {run}/report.html", f"done: step {steps} of {steps}, {run}"]
     for row in [row for row in rows if "images" not in row]:
         words = ", ".join(f"{key[4:]} {value:.4g}" for key, value in row.items() if key != "step")
         assert f"step {row['step']}: {words}" in output

@@ -19,6 +19,7 @@ from duetgan.training.gan.context import Context
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.joint_step import JointStep
+from duetgan.training.gan.losses import OBJECTIVES
 from duetgan.training.gan.task import GanTask
 from duetgan.training.gan.terms import PathLength
 from duetgan.training.optim.updater import Precision
@@ -229,6 +230,7 @@ def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     assert not shares(GAN, loss=LOSSES)
     assert not shares(GAN, loss={"classifier": True, "classifier_weight": 1.0})
     assert not shares(R3GAN, loss=PAIRS)  # pairs of D's own
+    assert Run(folder, R3GAN, loss=PAIRS).task.watch.objective is OBJECTIVES["relativistic"]
     assert shares(GAN, loss={"objective": "relativistic", "mismatch_weight": 0.0, "same_pairs": True})
 
 
