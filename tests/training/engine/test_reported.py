@@ -305,7 +305,7 @@ def check_report(record: Record, run: Path, rows: list[dict[str, Any]]) -> None:
         ("finished", "state of the training"),
         (f"{steps}", "steps"),
         (duration(record.now - START), "duration, including evaluations"),
-        (f"{speed:.3g}", "images a second (median)"),
+        (f"{speed:.3g}", "images per second (median)"),
         (f"{100 * wait:.1f} %", "of the time spent waiting for data (median)"),
         (f"step {best}", f"best checkpoint: {metric} {value:.3g}"),
     ]
