@@ -427,6 +427,9 @@ def sizes_up_to(resolution: int | str) -> list[int]:
         factor //= 2
     if factor < 2 or spec.values > LARGEST_START * factor**2:
         step = max(2, 1 << max(0, spec.side.bit_length() - 3))  # its multiples start with 4 to 7 px
+        # Long rectangles need a larger step, or their smallest maps would have too many pixels.
+        while math.prod(max(4, side // step + 1) for side in spec.size) > LARGEST_START:
+            step *= 2
         below = [max(4 * step, side // step * step) for side in spec.size[::-1]]
         above = [max(4 * step, side // step * step + step) for side in spec.size[::-1]]
         is_square = spec.height == spec.width

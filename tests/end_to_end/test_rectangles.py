@@ -37,6 +37,7 @@ STARTS = {  # resolution -> height and width of the smallest maps, and the short
     "192x128": ((4, 6), [4, 8, 16, 32, 64, 128]),
     "160x96": ((6, 10), [6, 12, 24, 48, 96]),
     "16x8": ((4, 8), [4, 8]),
+    "128x8": ((4, 64), [4, 8]),  # no smallest maps have more than 256 pixels
     "72x104": ((13, 9), [9, 18, 36, 72]),
     "64x64": ((4, 4), [4, 8, 16, 32, 64]),
     "96x96": ((6, 6), [6, 12, 24, 48, 96]),  # G4
@@ -56,7 +57,14 @@ def test_networks_begin_with_few_pixels_and_double(resolution, expected):
 
 @pytest.mark.parametrize(
     ("resolution", "near"),
-    [("90x60", "88x56 or 96x64"), ("100x75", "96x64 or 112x80"), ("9x7", "8x8 or 10x8"), ("1920x1080", "1792x1024")],
+    [
+        ("132x8", "132x16 or 136x16"),
+        ("86x14", "84x16 or 88x16"),
+        ("90x60", "88x56 or 96x64"),
+        ("100x75", "96x64 or 112x80"),
+        ("9x7", "8x8 or 10x8"),
+        ("1920x1080", "1792x1024"),
+    ],
 )
 def test_sizes_that_doubling_does_not_lead_to_are_refused_with_near_ones(resolution, near):
     assert_raises(UserError, f"resolution {resolution}: .*--size {near}", sizes_up_to, resolution)
