@@ -191,7 +191,7 @@ def test_probes_look_at_the_age_of_the_heartbeat(tmp_path):
     run = tmp_path / "a run"
     environment = os.environ | {"RUN": str(run)}
     assert passed() == (False, True)  # it has not begun, or has ended in good order
-    heartbeat = Heartbeat(run, 1, interval=60)
+    heartbeat = Heartbeat(run, 1, interval=60, parent=None)
     heartbeat.start()
     assert passed() == (True, True)
     os.utime(heartbeat.path, (time.time() - 600, time.time() - 600))

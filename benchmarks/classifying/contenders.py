@@ -46,7 +46,7 @@ class Ours:
         self.task = ClassifierTask(self.config, self.reader, None, device)
         sampler = GlobalSampler(len(self.reader), batch_size=config.batch_size, seed=0)
         self.loader = InfiniteLoader(self.reader, sampler, device=device, prefetch=0)  # as training does on the CPU
-        self.window, self.at = MetricWindow(), 0
+        self.window, self.at = MetricWindow(watched=None), 0
 
     @property
     def parameters(self) -> int:

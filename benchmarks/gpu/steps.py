@@ -97,7 +97,7 @@ def budget(setting: Setting, book: Book) -> None:
         config = config.changed(compile="off", batch_size=8) if setting.small else config.changed(compile="off")
         with random_images(images.resolution if not setting.small else 16, images.channels, images.classes) as reader:
             task = TASKS[config.task].task(config, reader, None, setting.torch_device)
-            loader, window = make_loader(config, reader, setting.torch_device), MetricWindow()
+            loader, window = make_loader(config, reader, setting.torch_device), MetricWindow(watched=None)
             for step in range(rounds):
                 window.add(task.step(loader, step))
             window.take()

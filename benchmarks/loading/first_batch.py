@@ -33,7 +33,7 @@ def write_tiny_records(path: Path, count: int, encoding: str) -> float:
     started = time.perf_counter()
     layout = Layout.of(ImageSpec(1, SIDE, SIDE), encoding)
     images = np.random.default_rng(0).integers(0, 256, (min(count, DISTINCT), SIDE, SIDE, 1), dtype=np.uint8)
-    records = [make_record(image, index % 10, layout) for index, image in enumerate(images)]
+    records = [make_record(image, index % 10, layout, payload=None) for index, image in enumerate(images)]
     with LMDBWriter(path, layout, classes=[str(label) for label in range(10)], overwrite=True) as writer:
         for index in range(count):
             writer.add_record(records[index % len(records)])

@@ -175,7 +175,7 @@ class FilteredImage:
         path, label, seed = sample
         draws = np.random.default_rng(seed)
         packets = self.io.demux_image(path)
-        top, left, height, width = self.crop.box(packets.codec.height, packets.codec.width, draws)
+        top, left, height, width = self.crop.box(packets.codec.height, packets.codec.width, draws, (1, 1))
         flip = ",hflip" if draws.random() < 0.5 else ""
         scale = f"scale={self.side}:{self.side}:flags=bilinear{flip},format=pix_fmts=rgb24"
         return self.io.decode_packets(packets, f"crop={width}:{height}:{left}:{top}:exact=1,{scale}"), label

@@ -123,7 +123,7 @@ def write_labelled(
     *,
     source: str,  # description of the origin of the images, for the file's metadata
     encoding: str | None = None,  # must be lossless; None: raw if the first file is raw, else PNG
-    overwrite: bool = False,
+    overwrite: bool,
 ) -> Meta:
     """Pack images of one or several packed files with new labels; return the new file's metadata.
 

@@ -158,7 +158,7 @@ def save_maps(
         save_captioned(overlay(visible(image, classifier.spec), heat), captions, file, columns=2)
 
 
-def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
+def output_files(folder: Path, files: Sequence[str], kind: str) -> list[Path]:
     """Return an output path STEM-KIND.png in `folder` for each of `files`, the input images.
 
     STEM is the stem of the input's name. A number is added to the path if it is already that of an

@@ -206,7 +206,7 @@ def with_styles(generator: ImageGenerator, operation: str) -> StyledGenerator:
     return cast(StyledGenerator, generator)
 
 
-def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) -> list[int]:
+def chosen_classes(names: str, classes: Sequence[str], most: int | None) -> list[int]:
     """Return the labels of the classes that the option --classes selects.
 
     Args:
@@ -235,9 +235,7 @@ def chosen_classes(names: str, classes: Sequence[str], most: int | None = None) 
 COLUMNS = 8  # columns of a grid without classes
 
 
-def draw_grid(
-    sampler: Sampler, out: Path, *, count: int | None = None, names: Sequence[str] = ()
-) -> int:
+def draw_grid(sampler: Sampler, out: Path, *, count: int | None, names: Sequence[str]) -> int:
     """Write samples as a grid if `out` ends in .png, else one by one into the folder `out`.
 
     There is a sample for each of the sampler's sources. Without sources, there are `count` samples
@@ -296,7 +294,7 @@ def draw_truncation(
     out: Path,
     *,
     psis: Sequence[float],
-    count: int | None = None,
+    count: int | None,
 ) -> int:
     """Write a PNG with a row for each truncation psi; all rows have the same latents and noise.
 
@@ -327,7 +325,7 @@ def draw_mix(
     out: Path,
     *,
     layers: Sequence[int],
-    count: int | None = None,
+    count: int | None,
     rows: Sequence[int | Latents] = (),
     columns: Sequence[int | Latents] = (),
 ) -> str:
@@ -369,7 +367,7 @@ def draw_style_tables(
     *,
     seed: int,
     device: torch.device,
-    mean: TruncationMean = "class",
+    mean: TruncationMean,
 ) -> list[str]:
     """Write truncation.png and mixing.png into the folder `out` and return their names.
 

@@ -127,7 +127,7 @@ def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     return train, ""
 
 
-def leaks(dataset: Dataset, train: Dataset | None, reason: str = "") -> dict[str, str]:
+def leaks(dataset: Dataset, train: Dataset | None, reason: str) -> dict[str, str]:
     """Return {"leaks": note} if test images are also training images, pixel for pixel; else {}.
 
     If this cannot be checked, the note says so, except for a run whose config names no training

@@ -125,7 +125,7 @@ class LayerStatistics:
         self._moments: dict[tuple[str, str], Tensor] = {}
 
     @contextmanager
-    def watching(self, scale: Tensor | float = 1.0) -> Iterator[None]:
+    def watching(self, scale: Tensor | float) -> Iterator[None]:
         """Record passes inside the block. Gradients are divided by `scale`, fp16's loss scale."""
 
         def gradient(name: str, grad: Tensor) -> None:

@@ -144,7 +144,7 @@ def modulate(
     convolutions: Sequence[ModulatedConv2d],
     ws: Sequence[Tensor],  # [N, w_dim] for each
     dtypes: Sequence[torch.dtype],  # of each convolution
-    gain: float = 1.0,
+    gain: float,
 ) -> list[Modulation]:
     """Compute the modulations of several convolutions together, with few operators.
 

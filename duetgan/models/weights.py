@@ -396,7 +396,7 @@ def check_same_build(path: Path, metadata: Mapping[str, str], config: ModelConfi
         )
 
 
-def fit_first(filters: Tensor, target: Tensor, *, alpha: bool = False) -> tuple[Tensor, list[str]]:
+def fit_first(filters: Tensor, target: Tensor, *, alpha: bool) -> tuple[Tensor, list[str]]:
     """Adapt the filters of the first convolution to other channels and to a smaller kernel.
 
     Filters that fit already are returned unchanged. For grey images the filters are summed over the

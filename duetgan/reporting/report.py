@@ -90,11 +90,11 @@ def write_report(run_dir: str | Path) -> Path:
 def write_quickstart_report(
     folder: str | Path,  # the quickstart's folder, with the runs `gan` and `classifier` inside
     *,
-    commands: Sequence[str] = (),  # every command that was run, in order
-    seconds: float | None = None,  # duration of all commands together
-    notes: Sequence[str] = (),  # the settings that were chosen, with the reasons
-    classifier: bool = True,  # True if a classifier was trained
-    answers: Sequence[str] = (),  # sentences about the metrics
+    commands: Sequence[str],  # every command that was run, in order
+    seconds: float | None,  # duration of all commands together
+    notes: Sequence[str],  # the settings that were chosen, with the reasons
+    classifier: bool,  # True if a classifier was trained
+    answers: Sequence[str],  # sentences about the metrics
 ) -> Path:
     """Write `folder/report.html`, a page about all runs of the quickstart, and return its path."""
     folder = Path(folder)

@@ -44,7 +44,7 @@ class DamageError(UserError):
     `first`.
     """
 
-    def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
+    def __init__(self, path: Path, records: Sequence[int], reason: str, first: int) -> None:
         self.records = [record + first for record in records]
         self.reason = reason
         self._arguments = (path, records, reason, first)

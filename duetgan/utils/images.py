@@ -155,8 +155,8 @@ def save_rows(
     *,
     columns: int,
     # names of rows, drawn on the left; empty: no margin for them
-    captions: Sequence[str] = (),
-    spec: ImageSpec | None = None,  # pixel format; None: uint8 grey or RGB
+    captions: Sequence[str],
+    spec: ImageSpec | None,  # pixel format; None: uint8 grey or RGB
 ) -> None:
     """Write a PNG with a row of images [C, H, W] for each class.
 
@@ -174,7 +174,7 @@ def save_table(
     rows: "Sequence[Sequence[Picture | None]]",
     path: str | Path,
     *,
-    row_heads: Sequence[str] = (),  # one line each, on the left; empty: no margin for them
+    row_heads: Sequence[str],  # one line each, on the left; empty: no margin for them
     column_heads: Sequence[str] = (),  # one or more lines each, above
     cell: int = CELL,  # px to which smaller images are enlarged
     gap: int = PADDING,  # px between images

@@ -76,7 +76,7 @@ def available_bytes() -> int:
     return free
 
 
-def total_bytes(device: "torch.device", *, several: bool = False) -> int:
+def total_bytes(device: "torch.device", *, several: bool) -> int:
     """Return the total memory of `device` in bytes.
 
     For the CPU this is the memory of the machine, or of the container if that is less. For an

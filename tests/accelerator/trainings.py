@@ -120,7 +120,7 @@ def run(folder: Path, tree: dict[str, Any], where: str, number: int = STEPS) -> 
         task = TASKS[config.task].task(config, reader, None, place)
         loader = make_loader(task.config, reader, place)
         for step in range(number):
-            before, window = device.waits.copy(), MetricWindow()
+            before, window = device.waits.copy(), MetricWindow(watched=None)
             window.add(task.step(loader, step))
             if step:
                 found["waits"].append(dict(device.waits - before))

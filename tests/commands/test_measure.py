@@ -16,7 +16,7 @@ from duetgan.commands.planning.measure import (
     plan_lines,
     weights_at_hand,
 )
-from duetgan.commands.planning.plan import GAN, TUNED, Machine, Plan, choose
+from duetgan.commands.planning.plan import GAN, TUNED, Machine, Plan, Weights, choose
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.cli import Parser
@@ -153,9 +153,14 @@ def test_command_writes_the_plan(tmp_path, capsys):
     ],
 )
 def test_measuring_is_part_of_the_plan_and_weights_are_looked_for(monkeypatch, capsys, images, words, looked_for):
-    requested = []
+    requested: list[str | None] = []
+
+    def weights_at_hand(file: str | None) -> Weights:
+        requested.append(file)
+        return WEIGHTS
+
     monkeypatch.setattr(measure, "survey", lambda source, options: images)
-    monkeypatch.setattr(measure, "weights_at_hand", lambda file: requested.append(file) or WEIGHTS)
+    monkeypatch.setattr(measure, "weights_at_hand", weights_at_hand)
     monkeypatch.setattr(measure, "cores", lambda: Fast.cores)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=iter([100.0, 107.5]).__next__))
     monkeypatch.setattr(ThisMachine, "speed", lambda _, *arguments: Fast().speed(*arguments))

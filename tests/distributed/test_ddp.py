@@ -99,7 +99,7 @@ def logged(data: str) -> dict[str, float]:
     """Statistics of the head in one step, over all ranks."""
     task = small_task(data)
     statistics = LayerStatistics({"head": task.model.head})
-    with statistics.watching():
+    with statistics.watching(scale=1.0):
         task.step(make_loader(task.config, task.dataset, task.precision.device), 0)
     return statistics.collect(over_ranks(statistics.packed()))
 

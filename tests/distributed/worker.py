@@ -94,7 +94,7 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
     networks = {key: part for key, part in task.registry().items() if isinstance(part, torch.nn.Module)}
     record = []
     for step in range(steps or (STEPS if kind == "gan" else 2)):
-        window = MetricWindow()
+        window = MetricWindow(watched=None)
         window.add(task.step(loader, step))
         named = [(f"{n}.{k}", p) for n, m in networks.items() for k, p in m.named_parameters()]
         record.append(

@@ -98,6 +98,8 @@ def test_one_step_of_each_network(start, doublings, name, channels):
         channels=channels,
         device=torch.device("cpu"),
         schedule_images=1,
+        alpha=False,
+        transfer=False,
     )
     seen = ada.apply(images, ada.draw(0, "real", images.shape[2:], 4), slice(0, 4))
     assert seen.shape == images.shape

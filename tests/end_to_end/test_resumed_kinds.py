@@ -174,7 +174,7 @@ def run(config: Any, folder: Path, *, sweeps: bool = False) -> tuple[Loop, dict[
     loop.resume()
     if sweeps:
         search(loop, Sweep(steps=10, first=1e-5, last=1e-2))
-    place.save_config(to_tree(config))
+    place.save_config(to_tree(config), data=None)
     loop.run()
     place.close()
     return loop, fresh

@@ -46,10 +46,10 @@ def sample_images(tmp_path_factory):
 def subjects(runs, sample_images, tmp_path_factory):
     """Networks by name; `growing` is at a smaller stage of its growth, half faded in."""
     names = ("grey", "plain", "r3", "dcgan")
-    made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in names}
+    made = {name: generator_subject(load(resolve(runs[name])), batch_size=24, psi=1.0, mean="class") for name in names}
     grown = load(resolve(gan_run(tmp_path_factory.mktemp("runs") / "growing", styled(side=16))))
-    made["truncated"] = generator_subject(load(resolve(runs["grey"])), batch_size=24, psi=0.5)
-    made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
+    made["truncated"] = generator_subject(load(resolve(runs["grey"])), batch_size=24, psi=0.5, mean="class")
+    made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24, psi=1.0, mean="class")
     with Dataset(sample_images) as reader:
         checkpoint = load(resolve(runs["classifier"]))
         ranges: dict[str, Any] = {"calibration": reader, "calibrated": 20}

@@ -138,7 +138,7 @@ def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):
 def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_path):
     files = ["a/cat.png", "b/cat.jpg", "b/CAT.jpg", "cat-gradcam-2.png", str(tmp_path / "cat-gradcam.png"), "../.."]
     files += [".png", "x" * 250 + ".png", "x" * 251 + ".png", "é" * 150]
-    found = output_files(tmp_path, files)
+    found = output_files(tmp_path, files, kind="gradcam")
     assert len({str(path).casefold() for path in found}) == len(files)
     assert tmp_path / "cat-gradcam.png" not in found
     for path in found:
@@ -146,7 +146,7 @@ def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_
         assert path.suffix == ".png"
         path.write_bytes(b"")
     assert found[0].name == "cat-gradcam-2.png"
-    names = [path.name for path in output_files(tmp_path / "names", ["x" * 180, "y" * 181])]
+    names = [path.name for path in output_files(tmp_path / "names", ["x" * 180, "y" * 181], kind="gradcam")]
     assert names == ["x" * 180 + "-gradcam.png", "y" * 180 + "-gradcam.png"]
 
 

@@ -47,11 +47,11 @@ def test_layers_are_read_and_a_cutoff_is_one_of_them(generator):
 
 def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
     names = ["dark", "grey", "light"]
-    assert chosen_classes("all", names) == [0, 1, 2]
+    assert chosen_classes("all", names, most=None) == [0, 1, 2]
     assert chosen_classes("all", names, 2) == [0, 1]
-    assert chosen_classes("light, dark", names) == [2, 0]
-    assert chosen_classes("all", []) == []
-    assert chosen_classes("x, y", ["x, y", "z"]) == [0]
+    assert chosen_classes("light, dark", names, most=None) == [2, 0]
+    assert chosen_classes("all", [], most=None) == []
+    assert chosen_classes("x, y", ["x, y", "z"], most=None) == [0]
     for text, classes, message in (
         ("drak", names, "did you mean 'dark'"),
         ("dark,dark", names, "named twice"),
@@ -140,11 +140,11 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
 
 
 def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
-    assert draw_truncation(sampler_of(generator), CLASSES, NOWHERE, psis=[1.0]) == 8
+    assert draw_truncation(sampler_of(generator), CLASSES, NOWHERE, psis=[1.0], count=None) == 8
     many = styled(classes=20)
     names = [str(label) for label in range(20)]
-    assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0]) == 16
-    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0]) == "8 x 8"
+    assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0], count=None) == 16
+    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0], count=None) == "8 x 8"
     assert table["column_heads"][:2] == ["", "B 0\nseed 1"]
     draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
     assert table["row_heads"] == ["", "A seed 0", "A seed 2"]
@@ -163,16 +163,16 @@ def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table,
     for column, seed in enumerate((3, 4)):
         expected = sampler_of(generator, chosen=[1, 2], seed=seed).images([0, 1])
         assert torch.equal(torch.stack([row[column] for row in table["rows"]]), expected)
-    assert draw_grid(sampler_of(generator), NOWHERE, names=CLASSES) == 24
-    assert draw_grid(sampler_of(generator, chosen=[2], sources=[9, 2]), NOWHERE, names=CLASSES) == 2
+    assert draw_grid(sampler_of(generator), NOWHERE, names=CLASSES, count=None) == 24
+    assert draw_grid(sampler_of(generator, chosen=[2], sources=[9, 2]), NOWHERE, names=CLASSES, count=None) == 2
     assert (captioned["heads"], captioned["columns"]) == (["light\nseed 9", "light\nseed 2"], 8)
     saved = Latents(ws=torch.zeros(4, 8), noise="const", name="found")
     for classes, columns in ((3, 6), (20, 16)):
         sampler = sampler_of(styled(classes=classes), sources=[saved, 9, saved])
-        draw_grid(sampler, NOWHERE, names=[f"c{label}" for label in range(classes)])
+        draw_grid(sampler, NOWHERE, names=[f"c{label}" for label in range(classes)], count=None)
         assert (captioned["heads"], captioned["columns"]) == (["found", "c1\nseed 9", "found"], columns)
     plain = sampler_of(styled(classes=0, channels=3))
-    assert draw_grid(plain, NOWHERE) == 64
+    assert draw_grid(plain, NOWHERE, count=None, names=()) == 64
     assert (captioned["heads"][-1], captioned["columns"], captioned["spec"]) == ("seed 63", 8, plain.generator.spec)
 
 

@@ -109,7 +109,7 @@ def test_convolutions_begin_as_identities_and_what_never_trains():
     kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     norms = {f"network.layer{n}.norm{k}.weight" for n in (1, 2, 3) for k in (1, 2)}
     assert kept == {"network.whiten.weight"} | norms
-    tuning = FineTuning(model, FineTuneConfig(stage_lr={"head": 2.0}, freeze_at={"stem": 3}))
+    tuning = FineTuning(model, FineTuneConfig(stage_lr={"head": 2.0}, freeze_at={"stem": 3}), steps_per_epoch=1.0)
     for step in (0, 3, 0):
         tuning.at(step)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

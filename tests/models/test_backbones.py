@@ -238,7 +238,10 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
     model(images()).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     assert fold_batchnorm(model)(images()).shape == (4, 3)
-    assert FineTuning(model, FineTuneConfig(freeze=["body"])).begins["network.body.1.0.weight"] is None
+    assert (
+        FineTuning(model, FineTuneConfig(freeze=["body"]), steps_per_epoch=1.0).begins["network.body.1.0.weight"]
+        is None
+    )
     assert_raises(UserError, "no such file; give a file", find_weights, "DEFAULT", "own")
     torch.save(model.network.state_dict(), tmp_path / "own.pth")
     again = build("own", weights=str(tmp_path / "own.pth"), **config)

@@ -101,7 +101,7 @@ def outputs(model, names):
 def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_hook():
     """As are layers that give no tensor or have no part in the output."""
     model, bad = net(), torch.zeros(1, 2, 9, 9, dtype=torch.float64)
-    with pytest.raises(RuntimeError), LayerStatistics({"fc": model.fc}).watching():
+    with pytest.raises(RuntimeError), LayerStatistics({"fc": model.fc}).watching(scale=1.0):
         model(bad)
     with pytest.raises(RuntimeError):
         output_gradient(model, "layer1", (bad,), objective)
@@ -186,10 +186,10 @@ LARGE_MEAN = (1000 + torch.randn(5000, generator=generator(0, "test"))).bfloat16
 def test_statistics_of_values_that_are_not_finite_or_of_low_precision(values):
     layer = nn.Identity()
     statistics = LayerStatistics({"layer": layer})
-    with statistics.watching():
+    with statistics.watching(scale=1.0):
         layer(values)
     found = statistics.collect()
     assert found == {f"layer/activation_{name}": pytest.approx(v, rel=1e-4) for name, v in figures([values]).items()}
-    with statistics.watching():
+    with statistics.watching(scale=1.0):
         layer(torch.full((2,), float("inf")))
     assert statistics.collect()["layer/activation_nonfinite"] == 1

@@ -106,7 +106,7 @@ class GanReference:
         self.draws = GanDraws(self.seed, device, frequencies)
         self.augment = Augment(**tree.get("augment", {}))
         ada = AdaConfig(**tree.get("ada", {}))
-        self.ada = Ada(ada, seed=self.seed, channels=1, device=device, schedule_images=1)
+        self.ada = Ada(ada, seed=self.seed, channels=1, device=device, schedule_images=1, alpha=False, transfer=False)
         self.metrics: dict[str, Tensor] = {}
 
     def stage(self, step: int) -> Stage:

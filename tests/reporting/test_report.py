@@ -189,7 +189,9 @@ def test_damaged_file_stops_nothing(tmp_path, file, content, words):
 def test_quickstart_report_holds_both_runs(tmp_path):
     make_gan(tmp_path / "gan")
     make_classifier(tmp_path / "classifier")
-    found = page(write_quickstart_report(tmp_path, commands=["one", "two"], seconds=75.0))
+    found = page(
+        write_quickstart_report(tmp_path, commands=["one", "two"], seconds=75.0, notes=(), classifier=True, answers=())
+    )
     headings = ["What the GAN draws", "What the classifier gets right"]
     shown = [*headings, "89.8 %", "87.2 %", "75 s", "72.5 %", "one\ntwo"]
     assert [text for text in shown if text not in found.text] == []

@@ -28,7 +28,7 @@ def test_a_grid_of_rows_shows_the_visible_images(tmp_path):
     spec = ImageSpec(1, 8, 8, depth="uint16", low=1000, high=3000)
     values = torch.tensor([1000, 2000, 3000], dtype=torch.uint16)
     rows = [value.expand(1, 8, 8) for value in values]
-    save_rows([rows], tmp_path / "x.png", columns=3, spec=spec)
+    save_rows([rows], tmp_path / "x.png", columns=3, captions=(), spec=spec)
     pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
     assert {0, 255} <= set(np.unique(pixels))
 
@@ -106,9 +106,9 @@ def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
 def test_what_cannot_be_drawn_in_a_class_name_is_a_space(tmp_path, end):
     rows = [[shade(0)], [shade(100)]]
     for name, head in (("odd", f"a{end}b"), ("plain", "a b")):
-        save_rows(rows, tmp_path / f"{name}.png", columns=1, captions=[head, "c"])
+        save_rows(rows, tmp_path / f"{name}.png", columns=1, captions=[head, "c"], spec=None)
     np.testing.assert_array_equal(pixels(tmp_path / "odd.png"), pixels(tmp_path / "plain.png"))
-    save_table([[shade(0)]], tmp_path / "x.png", column_heads=[f"a{end}b"])
+    save_table([[shade(0)]], tmp_path / "x.png", row_heads=(), column_heads=[f"a{end}b"])
 
 
 CAT = "\u732b"

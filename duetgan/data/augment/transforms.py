@@ -74,7 +74,7 @@ def random_shift(
     # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
     offsets: torch.Tensor,
     padding: int,  # px
-    reflect: bool = False,  # only for a padding below the sides of the images
+    reflect: bool,  # only for a padding below the sides of the images
 ) -> torch.Tensor:
     """Pad every image by `padding` px on all sides, and crop it to its original size again.
 

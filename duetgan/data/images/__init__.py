@@ -178,7 +178,7 @@ def fit(
         short, filtering = int(published[1]), Image.Resampling[published[2].upper()]
         height, width = (int(short * side / min(height, width)) for side in (height, width))
         top, left = round((height - down) / 2), round((width - across) / 2)
-        return _scale(pixels, height, width, filtering, alpha)[
+        return _scale(pixels, height, width, filtering, alpha=alpha)[
             top : top + down, left : left + across
         ]
     if (height, width) == (down, across):
@@ -227,7 +227,8 @@ def _scale(
     height: int,
     width: int,
     filtering: Image.Resampling = Image.Resampling.LANCZOS,
-    alpha: bool = False,
+    *,
+    alpha: bool,
 ) -> np.ndarray:
     if pixels.dtype == np.uint8 and pixels.shape[2] in (1, 3):
         return np.asarray(_pillow(pixels).resize((width, height), filtering)).reshape(
@@ -263,9 +264,7 @@ def through_floats(
     return (floats + np.float32(0.5) if integers else floats).astype(pixels.dtype)
 
 
-def resized(
-    pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool = False
-) -> np.ndarray:
+def resized(pixels: np.ndarray, size: tuple[int, int], method: int, alpha: bool) -> np.ndarray:
     """Resize an image [H, W, C] of any depth to `size`, which is (height, width).
 
     `method` is one of OpenCV's interpolation constants, such as cv2.INTER_AREA. With `alpha`, the

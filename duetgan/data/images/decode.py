@@ -43,9 +43,7 @@ class RandomCrop:
     # width / height relative to that of the target, uniform in the logarithm
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
 
-    def box(
-        self, height: int, width: int, draws: np.random.Generator, target: Size = (1, 1)
-    ) -> Box:
+    def box(self, height: int, width: int, draws: np.random.Generator, target: Size) -> Box:
         """Return a random crop of an image of `height` x `width` px, drawn with `draws`.
 
         The crop will be resized to `target`, so the limits `aspect` are relative to the aspect
@@ -141,7 +139,7 @@ def crop_into(
     pixels: np.ndarray,  # [H, W, C]
     box: Box,
     out: np.ndarray,  # [C, H, W], filled; fastest with the memory layout [H, W, C]
-    alpha: bool = False,
+    alpha: bool,
 ) -> None:
     """Cut out the part of a decoded image inside `box`, and resize it to fill `out`."""
     top, left, height, width = box

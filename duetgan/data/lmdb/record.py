@@ -100,7 +100,7 @@ def value_range(depth: str, low: float, high: float) -> tuple[float, float]:
 
 
 def mean_and_std(
-    sums: np.ndarray, pixels: int, low: float = 0.0, high: float = 255.0
+    sums: np.ndarray, pixels: int, low: float, high: float
 ) -> tuple[list[float], list[float]]:
     """Return the mean and the population standard deviation of the values in each channel.
 

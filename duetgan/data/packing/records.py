@@ -60,7 +60,7 @@ def make_record(
     image: np.ndarray,  # [H, W, C] of the layout's depth and largest resolution
     label: int,
     layout: Layout,
-    payload: bytes | None = None,  # the file to keep, for encoding "source" only
+    payload: bytes | None,  # the file to keep, for encoding "source" only
     codec: int = CODEC_RULES,  # decoder of `payload`
 ) -> Record:
     """Encode an image at every resolution, and return its record.
@@ -94,7 +94,7 @@ def make_record(
 
 
 def add_image(
-    writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None
+    writer: LMDBWriter, image: np.ndarray, label: int, payload: bytes | None = None
 ) -> None:
     """Append an image [H, W, C] of the largest resolution to the writer's file.
 

@@ -119,7 +119,7 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def generator_subject(
-    checkpoint: Checkpoint, *, batch_size: int, psi: float = 1.0, mean: TruncationMean = "class"
+    checkpoint: Checkpoint, *, batch_size: int, psi: float, mean: TruncationMean
 ) -> Subject:
     """Return a GAN's generator with inputs to check an export with.
 

@@ -11,7 +11,7 @@ from duetgan.metrics.protocol import PER_CLASS
 def recognised(
     probabilities: Tensor,  # of the judge, [n, K]
     labels: Tensor,  # requested class, int64 [n]; bool [n, K] if samples have several labels
-    thresholds: Tensor | None = None,  # of each label, [K], if samples have several labels
+    thresholds: Tensor | None,  # of each label, [K], if samples have several labels
 ) -> Measured:
     """Return the fraction of samples for which the judge predicts the requested class.
 

@@ -214,7 +214,7 @@ class _ScaledActivation(torch.autograd.Function):
 
 
 def scaled_activation(
-    x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None, limit: float | None = None
+    x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None, limit: float | None
 ) -> Tensor:
     """Return leaky_relu(x * scale + bias + noise), the step after a modulated convolution.
 

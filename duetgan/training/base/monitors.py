@@ -74,7 +74,7 @@ class MetricWindow(Fields):
 
     STATE = ("sums", "counts", "values")
 
-    def __init__(self, watched: str | None = None) -> None:
+    def __init__(self, watched: str | None) -> None:
         self.watched = watched
         self.values: list[float] = []  # values of the watched metric, one per step
         # one per step since `SkippedUpdates` last emptied it: True if an update was not finite

@@ -85,7 +85,7 @@ class FineTuning:
     """
 
     def __init__(
-        self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0
+        self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float
     ) -> None:
         self.model = model
         self.config = config

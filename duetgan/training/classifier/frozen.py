@@ -58,7 +58,7 @@ def image_features(
     model: Classifier,
     dataset: Dataset,
     *,
-    mirror: bool = True,
+    mirror: bool,
     records: np.ndarray | None = None,
     progress: str = "",
 ) -> tuple[Tensor, Tensor]:

@@ -252,7 +252,7 @@ class Criterion:
         dataset: Dataset,
         label_frequencies: Sequence[float],  # in training, of each class or label set
         precision: Precision,
-        steps: int = 1,  # length of the schedule of label smoothing
+        steps: int,  # length of the schedule of label smoothing
     ) -> None:
         self.config = config
         self.steps = steps
@@ -301,9 +301,9 @@ def classifier_loss(
     logits: Tensor,  # [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes]: class weights
-    prior: Tensor | None = None,  # [classes]: added to the logits
-    smoothing: Tensor | float | None = None,  # 0-d; None: the config's
+    weights: Tensor | None,  # [classes]: class weights
+    prior: Tensor | None,  # [classes]: added to the logits
+    smoothing: Tensor | float | None,  # 0-d; None: the config's
 ) -> Tensor:
     """Return the sum of the weighted losses of the samples, 0-d.
 
@@ -367,7 +367,7 @@ def distillation_loss(
     teacher_logits: Tensor,  # t [n, classes]
     targets: Targets,
     config: ClassifierLossConfig,
-    weights: Tensor | None = None,  # [classes]: class weights
+    weights: Tensor | None,  # [classes]: class weights
 ) -> Tensor:
     """Return the distillation loss, 0-d (Hinton et al. 2015, 1503.02531).
 

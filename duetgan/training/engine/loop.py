@@ -67,7 +67,7 @@ class Loop(monitors.Fields):
         task: Task,
         loader: InfiniteLoader,
         folder: run_folder.RunFolder,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback],
     ) -> None:
         self.config = config
         self.task = task

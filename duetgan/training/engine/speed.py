@@ -112,7 +112,7 @@ def faster_precision(
 
 
 def measure_recipe(
-    config_file: str, overrides: Sequence[str] = (), *, device: str | None = None
+    config_file: str, overrides: Sequence[str], *, device: str | None = None
 ) -> tuple[Fixed, float]:
     """Return the precision in which a recipe trains on this machine, and the images per second.
 

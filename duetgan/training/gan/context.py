@@ -51,7 +51,7 @@ class Context:
         generator: ImageGenerator,
         discriminator: ImageDiscriminator,
         device: torch.device,
-        growth: Growth | None = None,
+        growth: Growth | None,
     ) -> None:
         self.config = config
         self.device = device

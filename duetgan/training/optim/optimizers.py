@@ -42,8 +42,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
-    groups: Sequence[Group] | None = None,
-    head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
+    groups: Sequence[Group] | None,
+    head: Iterable[Tensor],  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `config`, whose steps a flag on the device can mask.
 

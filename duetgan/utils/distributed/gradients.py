@@ -38,7 +38,7 @@ class GradientExchange:
         parameters: Iterable[Tensor],
         *,
         missing: Literal["zeros", "skip"] = "zeros",
-        compress: Compression = "off",
+        compress: Compression,
     ) -> None:
         self.missing, self.compress = missing, compress
         self.buckets = buckets_of(parameters) if collectives.world_size() > 1 else []

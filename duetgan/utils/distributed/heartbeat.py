@@ -45,7 +45,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, folder: Path, rank: int, *, parent: int | None = None, interval: float = INTERVAL
+        self, folder: Path, rank: int, *, parent: int | None, interval: float = INTERVAL
     ) -> None:
         self.path = folder / "heartbeat" / FILE.format(rank)
         self.rank = rank

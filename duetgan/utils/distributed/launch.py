@@ -146,7 +146,7 @@ def requested_device(device: str | None, gpus: str | None, procs: int | None) ->
     return None  # the accelerator
 
 
-def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
+def launch(command: Sequence[str], processes: int, *, resumes: bool) -> int:
     """Run Python with the arguments `command` as `processes` ranks, and return an exit code.
 
     The code is that of the first rank that fails, or 0 (see `_wait`). Signals are forwarded to the

@@ -134,7 +134,7 @@ class RunFolder:
             )
         return None
 
-    def accept_config(self, config: Tree, *, defaults: Tree | None = None) -> list[str]:
+    def accept_config(self, config: Tree, *, defaults: Tree | None) -> list[str]:
         """Compare a config with the saved one; return a line for each harmless difference.
 
         Raises UserError for a difference that would break the saved state, such as another task,
@@ -163,7 +163,7 @@ class RunFolder:
             for key, (old, new) in changed.items()
         ]
 
-    def save_config(self, config: Tree, data: Mapping[str, object] | None = None) -> None:
+    def save_config(self, config: Tree, data: Mapping[str, object] | None) -> None:
         """Write the resolved `config` to config.yaml, which train.py accepts.
 
         If `data` is given, a description of the run's images, it is written to data.json.
@@ -176,8 +176,8 @@ class RunFolder:
         self,
         state: str,
         step: int,
-        reason: str = "",
-        exit_code: int | None = None,
+        reason: str,
+        exit_code: int | None,
     ) -> None:
         """Write `status.json`, with the seconds that the run has taken in all its starts.
 

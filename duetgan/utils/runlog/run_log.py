@@ -46,7 +46,7 @@ class Events:
     After a disk error it prints one warning and writes nothing more; training continues.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -227,7 +227,7 @@ class RunLog:
             self._bar = None
 
 
-def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
+def cut_back(path: Path, step: int, *, partial: bool) -> None:
     """Delete the rows after `step` from the metrics.jsonl at `path`.
 
     Also deletes incomplete lines and, if `partial` is True, partial rows (see `RunLog.metrics`).

@@ -104,7 +104,7 @@ def test_names_and_what_the_source_held_are_kept_by_image(tmp_path, small_blocks
     held = hashlib.sha256()
     with LMDBWriter(path, GREY, classes=CLASSES) as writer:
         for number, name in enumerate(names):
-            record = make_record(np.zeros((8, 8, 1), np.uint8), number % 3, GREY)
+            record = make_record(np.zeros((8, 8, 1), np.uint8), number % 3, GREY, payload=None)
             writer.add_record(replace(record, digest=bytes([number])), name)
             held.update((number % 3).to_bytes(8, "little") + bytes([number]))
         assert writer.finish().fingerprint == held.hexdigest()
@@ -125,7 +125,7 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
         assert_raises(ValueError, "no images", writer.finish)
     assert_raises(ValueError, "do not fit", Layout.of, ImageSpec(3, 8, 8), "source")
     with LMDBWriter(tmp_path / "new" / "x.lmdb", GREY, classes=[]) as writer:
-        add_image(writer, np.zeros((8, 8, 1), np.uint8))
+        add_image(writer, np.zeros((8, 8, 1), np.uint8), label=0)
         assert list((tmp_path / "new").iterdir())
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -134,7 +134,7 @@ def test_a_file_has_one_writer(tmp_path):
     path = tmp_path / "x.lmdb"
     with LMDBWriter(path, GREY, classes=[]) as writer:
         assert_raises(UserError, "another process", LMDBWriter, path, GREY, classes=[])
-        add_image(writer, np.zeros((8, 8, 1), np.uint8))
+        add_image(writer, np.zeros((8, 8, 1), np.uint8), label=0)
         writer.finish()
     assert len(Dataset(path)) == 1
 

@@ -155,7 +155,12 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path):
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
     layout = Layout.of(ImageSpec(3, 0, 0), "source")
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
-        add_image(writer, sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
+        add_image(
+            writer,
+            sample_images(1)[0].transpose(1, 2, 0),
+            payload=encode(np.zeros((5, 6, 3), np.uint8), "png"),
+            label=0,
+        )
         writer.finish()
     assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "is 6x5 px by its header, 8x8 px by its record"}
 

@@ -135,6 +135,6 @@ def test_torch_data_loader_names_the_record_and_its_error_travels_between_proces
     dataset = open_dataset(pack("png", [5]))
     with pytest.raises(DamageError, match="record 5 "):
         list(torch.utils.data.DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]
-    error = DamageError(Path("x.lmdb"), [3, 4], "gone")
+    error = DamageError(Path("x.lmdb"), [3, 4], "gone", first=0)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), list(copy.records), copy.reason) == (str(error), [3, 4], "gone")

@@ -14,7 +14,7 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
     first[1].eval()
     second.eval()
     x = torch.zeros(1, 2)
-    with closing(Events(tmp_path / "tensorboard")) as events:
+    with closing(Events(tmp_path / "tensorboard", purge_step=None)) as events:
         draw(events, {"first": (first, (x,)), "second": (second, (x, torch.zeros(1, 3)))})
     assert [path for path in (tmp_path / "tensorboard").iterdir() if path.is_dir()] == []
     assert {"first", "second", "1"} <= graph_scopes(tmp_path)

@@ -33,7 +33,7 @@ def subjects(tmp_path_factory):
     classifier = load(resolve(classifier_run(folder / "classifier", content_hash="abc123")))
     with Dataset(pack(folder / "x.lmdb")) as reader:
         return {
-            "gan": generator_subject(gan, batch_size=24),
+            "gan": generator_subject(gan, batch_size=24, psi=1.0, mean="class"),
             "classifier": classifier_subject(classifier, reader, count=30, batch_size=16),
         }
 

@@ -127,7 +127,7 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch):
         ]
         for parameter in parameters[1:]:  # the first has none: it is sent as zeros
             parameter.grad = torch.empty_like(parameter)
-        gradients.GradientExchange(parameters).finish()
+        gradients.GradientExchange(parameters, compress="off").finish()
         assert parameters[0].grad.device == GPUS[0]
     assert sent == [("cuda:0", 105), ("cuda:1", 117), ("cuda:0", 50)]
 
@@ -198,7 +198,7 @@ def test_two_processes_with_two_devices_each(packed, tmp_path):
     recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
     for module, setting in (("train", "off"), (__name__, "auto")):
         arguments = ["--config", recipe, "--run-dir", str(tmp_path / module), "--device", "cpu", "--max-steps", "2"]
-        assert launch(["-m", module, *arguments, "--model.split", setting], 2) == 0
+        assert launch(["-m", module, *arguments, "--model.split", setting], 2, resumes=True) == 0
     assert differing(state_of(tmp_path / "train", 2), state_of(tmp_path / __name__, 2)) == []
 
 

@@ -50,7 +50,7 @@ def ours(folder, *, classes=3, side=16, discriminator=None, generator=None, **mo
 
 def exported(run, folder):
     path = folder / "network.safetensors"
-    FORMATS["nvidia"].write(generator_subject(load(resolve(run)), batch_size=4), path)
+    FORMATS["nvidia"].write(generator_subject(load(resolve(run)), batch_size=4, psi=1.0, mean="class"), path)
     return path
 
 
@@ -112,14 +112,18 @@ def test_export_checks_what_it_wrote(tmp_path, capsys):
 def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_path, capsys):
     checkpoint = load(resolve(ours(tmp_path / "run")))
     checkpoint["state"]["discriminator"]["auxiliary.weight"] = torch.zeros(3, 8)
-    FORMATS["nvidia"].write(generator_subject(checkpoint, batch_size=4), tmp_path / "x.safetensors")
+    FORMATS["nvidia"].write(
+        generator_subject(checkpoint, batch_size=4, psi=1.0, mean="class"), tmp_path / "x.safetensors"
+    )
     assert "without the discriminator's auxiliary, which" in capsys.readouterr().err
     assert "discriminator" in read(tmp_path / "x.safetensors").state
 
 
 def test_weights_alone_are_a_generator_alone(tmp_path):
     run = ours(tmp_path / "run")
-    FORMATS["safetensors"].write(generator_subject(load(resolve(run)), batch_size=4), tmp_path / "w.safetensors")
+    FORMATS["safetensors"].write(
+        generator_subject(load(resolve(run)), batch_size=4, psi=1.0, mean="class"), tmp_path / "w.safetensors"
+    )
     command = ["--checkpoint", str(tmp_path / "w.safetensors"), "--format", "nvidia"]
     assert script.main([*command, "--out", str(tmp_path / "n.safetensors")]) == 0
     assert list(read(tmp_path / "n.safetensors").state) == ["generator_ema"]

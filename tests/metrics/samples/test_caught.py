@@ -101,7 +101,7 @@ def test_the_distance_over_all_classes_misses_what_that_within_them_finds(best):
 
 def test_recognised_is_by_class():
     answers = torch.eye(3)[[0, 0, 1, 2]]
-    share: Any = recognised(answers, torch.tensor([0, 1, 1, 1]))
+    share: Any = recognised(answers, torch.tensor([0, 1, 1, 1]), thresholds=None)
     assert share.value == 0.5
     assert share.by_class == [1.0, pytest.approx(1 / 3), None]
     assert share.interval[0] < 0.5 < share.interval[1]

@@ -132,7 +132,7 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
 
 def test_damaged_held_out_images_cost_no_step(packed, tmp_path, monkeypatch):
     def evaluate(self):
-        raise DamageError(Path("x.lmdb"), [3], "another checksum")
+        raise DamageError(Path("x.lmdb"), [3], "another checksum", first=0)
 
     monkeypatch.setattr(Judged, "evaluate", evaluate)
     with pytest.raises(DamageError, match="record 3 is damaged"):

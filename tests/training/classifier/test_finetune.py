@@ -31,7 +31,7 @@ def network():
 
 
 def trained_of(network, **options):
-    return FineTuning(network, FineTuneConfig(**options))
+    return FineTuning(network, FineTuneConfig(**options), steps_per_epoch=1.0)
 
 
 def task_of(packed: Path, *, finetune: dict[str, Any], **options: Any) -> ClassifierTask:
@@ -114,7 +114,7 @@ def test_everything_at_one_rate_is_as_it_ever_was(network):
     assert trained.describe() == []
     frozen = copy.deepcopy(network)
     frozen.network.fc.requires_grad_(False)
-    FineTuning(frozen, FineTuneConfig()).at(0)
+    FineTuning(frozen, FineTuneConfig(), steps_per_epoch=1.0).at(0)
     assert not frozen.network.fc.weight.requires_grad  # and others' settings are left alone
 
 

@@ -52,7 +52,7 @@ def test_a_network_cut_after_any_stage_is_the_whole_one(name):
 def test_features_of_every_image_and_its_mirror(packed, monkeypatch, capfd):
     dataset, model = Dataset(packed / "train.lmdb"), network(side=24, stem="small-stride2")  # images of 16 px
     monkeypatch.setattr(frozen, "PIXELS", 24 * 24 * 48)  # four blocks of 48 and one of 8
-    features, labels = frozen.image_features(model, dataset)
+    features, labels = frozen.image_features(model, dataset, mirror=True)
     assert model.training
     images = to_float(torch.from_numpy(dataset.read(np.arange(200))[0]))
     large = torch.nn.functional.interpolate(images, size=(24, 24), mode="bilinear", antialias=True)
@@ -61,11 +61,11 @@ def test_features_of_every_image_and_its_mirror(packed, monkeypatch, capfd):
     assert labels.tolist() == dataset.labels().tolist()
     assert torch.allclose(features, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(features[:, 0], features[:, 1], rtol=1e-2)
-    again, _ = frozen.image_features(model, dataset)
+    again, _ = frozen.image_features(model, dataset, mirror=True)
     alone, _ = frozen.image_features(model, dataset, mirror=False)
     assert torch.equal(again, features)
     assert torch.equal(alone, features[:, :1])
-    some, named = frozen.image_features(model, dataset, records=np.array([7, 3, 190]))
+    some, named = frozen.image_features(model, dataset, records=np.array([7, 3, 190]), mirror=True)
     assert torch.allclose(some, features[[7, 3, 190]], rtol=1e-4, atol=1e-5)
     assert named.tolist() == dataset.labels()[[7, 3, 190]].tolist()
     assert capfd.readouterr().err == ""  # no progress bar
@@ -110,7 +110,7 @@ def train(config: Any, folder: Path, max_steps: int | None = None) -> tuple[Any,
     loop = prepare(config, run, torch.device("cpu"))
     run.open()
     loop.resume()
-    run.save_config(to_tree(config))
+    run.save_config(to_tree(config), data=None)
     loop.run(max_steps)
     run.close()
     return loop.task, load(folder / "checkpoints" / f"step-{loop.step:08d}.pt")["state"]
@@ -233,15 +233,17 @@ def test_one_process_shows_a_bar_of_all_images(packed, monkeypatch, is_main):
 
 def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):
     model = network()
-    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 1
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"]), steps_per_epoch=1.0).border(0) == 1
     for option in ("p", "drop_prob"):  # of torch's dropout, and of timm's stochastic depth
         model.network.relu = torch.nn.Identity()
         setattr(model.network.relu, option, 0.1)
-        assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
+        assert FineTuning(model, FineTuneConfig(freeze=["stem"]), steps_per_epoch=1.0).border(0) == 0
     model.network.relu = torch.nn.BatchNorm2d(64, affine=False)  # goes on counting: it has nothing to freeze
-    assert FineTuning(model, FineTuneConfig(freeze=["stem"])).border(0) == 0
-    assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True)).border(0) == 1
-    inseparable = FineTuning(network("timm:test_resnet"), FineTuneConfig(unfreeze={"head": 0, "stage4": 1}))
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"]), steps_per_epoch=1.0).border(0) == 0
+    assert FineTuning(model, FineTuneConfig(freeze=["stem"], freeze_bn=True), steps_per_epoch=1.0).border(0) == 1
+    inseparable = FineTuning(
+        network("timm:test_resnet"), FineTuneConfig(unfreeze={"head": 0, "stage4": 1}), steps_per_epoch=1.0
+    )
     assert (inseparable.border(0), inseparable.border(1)) == (len(inseparable.model.stages) - 1, 0)
 
 

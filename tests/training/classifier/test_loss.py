@@ -46,11 +46,13 @@ def batch():
 def test_losses_of_the_probability_of_the_label(settings, expected):
     logits, labels, others, own = batch()
     config = ClassifierLossConfig(label_smoothing=0.0, **settings)
-    loss = classifier_loss(logits, Targets(labels), config)
+    loss = classifier_loss(logits, Targets(labels), config, weights=None, prior=None, smoothing=None)
     p = logits.softmax(1)[range(N), labels]
     torch.testing.assert_close(loss, expected(p).sum(), rtol=1e-5, atol=0)
     mixed = Targets(labels, others, own)
-    assert torch.autograd.gradcheck(lambda z: classifier_loss(z, mixed, config), logits.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda z: classifier_loss(z, mixed, config, weights=None, prior=None, smoothing=None), logits.requires_grad_()
+    )
 
 
 @pytest.mark.parametrize("kind", ["focal", "binary-focal", "generalised-cross-entropy"])
@@ -59,7 +61,7 @@ def test_gradients_of_certain_predictions_are_finite(kind, power):
     logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
     config = ClassifierLossConfig(kind=kind, focal_gamma=power, gce_q=max(0.1, power / 2))
     labels = torch.eye(2) if config.several else torch.tensor([0, 0])
-    classifier_loss(logits, Targets(labels), config).backward()
+    classifier_loss(logits, Targets(labels), config, weights=None, prior=None, smoothing=None).backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
@@ -89,7 +91,7 @@ def test_a_loss_gives_a_value_per_sample_and_gets_its_settings():
     loss, config = ClassifierLoss(errors=errors), ClassifierLossConfig(kind="squared-error", focal_gamma=3.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CLASSIFIER_LOSSES, "squared-error", loss)
-        classifier_loss(torch.zeros(1, 2), Targets(torch.tensor([0])), config)
+        classifier_loss(torch.zeros(1, 2), Targets(torch.tensor([0])), config, weights=None, prior=None, smoothing=None)
     assert seen[-1] is config
 
 
@@ -116,7 +118,7 @@ def optimum(config, frequencies, posterior, mixed=False, teacher=None):
     if not mixed:
         targets = Targets(labels, weights=targets.weights)
     dataset: Any = SimpleNamespace(meta=SimpleNamespace(classes=[str(label) for label in range(len(posterior))]))
-    criterion = Criterion(config.changed(teacher=None), dataset, frequencies.tolist(), Precision("fp32", CPU))
+    criterion = Criterion(config.changed(teacher=None), dataset, frequencies.tolist(), Precision("fp32", CPU), steps=1)
     if teacher is not None:
         criterion.teacher = teacher.expand_as
     logits = torch.zeros(len(posterior), dtype=torch.float64, requires_grad=True)
@@ -171,7 +173,9 @@ def test_the_optimum_of_several_labels(kind, ratios):
     logits = torch.linspace(-8, 8, 32001, dtype=torch.float64)[:, None].requires_grad_()
     slopes = []
     for label in (1.0, 0.0):
-        loss = classifier_loss(logits, Targets(torch.full((32001, 1), label)), config, torch.tensor([weight]))
+        loss = classifier_loss(
+            logits, Targets(torch.full((32001, 1), label)), config, torch.tensor([weight]), prior=None, smoothing=None
+        )
         slopes.append(torch.autograd.grad(loss, logits)[0])
     for ratio in ratios:
         expected_slope = 0.01 * ratio * slopes[0] + (1 - 0.01 * ratio) * slopes[1]
@@ -190,13 +194,16 @@ def test_losses_of_several_labels_against_loops_and_by_their_gradients(kind, smo
     targets = Targets(shown, others, own) if mixed else Targets(shown)
     both = own[:, None] * shown + (1 - own[:, None]) * others if mixed else shown
     given = None if weights is None else torch.tensor(weights).double()
-    found = classifier_loss(logits, targets, config, given)
+    found = classifier_loss(logits, targets, config, given, prior=None, smoothing=None)
     assert found.item() == pytest.approx(slow_label_loss(logits, both, config, weights or [1.0] * CLASSES), rel=1e-6)
     counted = targets._replace(weights=torch.tensor([2.0, 0, 0, 0, 0, 0]).double())
-    alone = classifier_loss(logits[:1], targets.rows(slice(0, 1)), config, given)
-    assert classifier_loss(logits, counted, config, given).item() == pytest.approx(2 * alone.item())
+    alone = classifier_loss(logits[:1], targets.rows(slice(0, 1)), config, given, prior=None, smoothing=None)
+    assert classifier_loss(logits, counted, config, given, prior=None, smoothing=None).item() == pytest.approx(
+        2 * alone.item()
+    )
     assert torch.autograd.gradcheck(
-        lambda z: classifier_loss(z, targets, config, given), logits.clone().requires_grad_(True)
+        lambda z: classifier_loss(z, targets, config, given, prior=None, smoothing=None),
+        logits.clone().requires_grad_(True),
     )
 
 
@@ -225,7 +232,7 @@ def test_weights_that_do_not_fit(weights, told):
 def test_a_class_that_is_never_seen_has_no_weight_and_the_least_prior():
     dataset: Any = SimpleNamespace(meta=SimpleNamespace(classes=[*"abc"]))
     config = ClassifierLossConfig(class_weights="balanced", logit_adjustment=0.5)
-    criterion = Criterion(config, dataset, [6.0, 3.0, 0.0], Precision("fp32", CPU))
+    criterion = Criterion(config, dataset, [6.0, 3.0, 0.0], Precision("fp32", CPU), steps=1)
     assert criterion.weights is not None
     assert criterion.prior is not None
     assert criterion.weights.tolist() == pytest.approx([0.75, 1.5, 0.0])

@@ -319,7 +319,7 @@ def test_every_entry_of_a_checkpoint(tmp_path, monkeypatch):
     ],
 )
 def test_sound_is_what_came_before_the_update_that_may_have_broken_the_weights(failed, healthy):
-    skipped, window, manager = SkippedUpdates(20), MetricWindow(), SimpleNamespace()
+    skipped, window, manager = SkippedUpdates(20), MetricWindow(watched=None), SimpleNamespace()
     for step in range(1, 201):
         value = torch.tensor(float(step in failed))
         window.add({"nonfinite_updates/model": value, "nonfinite_updates/other": value * 0, "loss": value})
@@ -336,7 +336,7 @@ def test_sound_is_what_came_before_the_update_that_may_have_broken_the_weights(f
 
 
 def test_more_updates_without_numbers_than_the_cap_end_the_run():
-    skipped, window = SkippedUpdates(4), MetricWindow()
+    skipped, window = SkippedUpdates(4), MetricWindow(watched=None)
     loop: Any = SimpleNamespace(step=9, window=window, manager=SimpleNamespace())
     for count, message in ((2, None), (2, None), (1, "5 updates had non-finite gradients, more than nonfinite_cap 4")):
         window.add({"nonfinite_updates/model": torch.tensor(float(count)), "skipped_updates/model": torch.tensor(3.0)})

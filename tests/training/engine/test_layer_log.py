@@ -147,7 +147,7 @@ def test_moments_of_all_ranks_are_those_of_all_values(monkeypatch):
     parts = []
     for value in values:
         statistics = LayerStatistics({"layer": layer})
-        with statistics.watching():
+        with statistics.watching(scale=1.0):
             layer(value)
         parts.append(statistics.packed())
 
@@ -167,7 +167,7 @@ VALUES = [0.1, 0.7, 1e-9, 3.3, 1e8, 0.2, 5.5]
 
 
 def filled(folds: list[int]) -> MetricWindow:
-    window = MetricWindow()
+    window = MetricWindow(watched=None)
     for step, value in enumerate(VALUES):
         metrics = {"loss": torch.tensor(value)} | ({"lazy": torch.tensor(2 * value)} if step % 3 == 0 else {})
         window.add(metrics)
@@ -186,7 +186,7 @@ def test_means_are_of_the_steps_that_had_the_metric_whenever_they_are_folded():
 
 
 def test_a_windows_state_goes_on():
-    one, two = filled([3]), MetricWindow()
+    one, two = filled([3]), MetricWindow(watched=None)
     assert one.total("lo") == 0
     one.fold()
     two.load_state_dict(one.state_dict())

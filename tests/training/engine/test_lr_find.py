@@ -61,7 +61,7 @@ def fake_loop(task) -> Any:
     loader = SimpleNamespace(device=CPU, wait_seconds=3.0)
     config = SimpleNamespace(task="quadratic", optimizer=OptimizerConfig(lr=0.15))
     return SimpleNamespace(
-        task=task, registry=task.registry, loader=loader, step=7, config=config, window=MetricWindow()
+        task=task, registry=task.registry, loader=loader, step=7, config=config, window=MetricWindow(watched=None)
     )
 
 

@@ -29,6 +29,7 @@ def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, tran
         device=CPU,
         schedule_images=schedule_images,
         transfer=transfer,
+        alpha=False,
     )
 
 

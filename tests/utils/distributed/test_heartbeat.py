@@ -31,7 +31,7 @@ def told(folder: Path, world: int, own: int = 0, patience: float = 0.1) -> list[
 
 
 def beating(folder: Path, rank: int, step: int = 0) -> Heartbeat:
-    beat = Heartbeat(folder, rank, interval=0.02)
+    beat = Heartbeat(folder, rank, interval=0.02, parent=None)
     beat.step = step
     beat.start()
     return beat
@@ -54,7 +54,7 @@ time.sleep(60)
 
 
 def test_it_stops_where_its_file_is_gone(tmp_path):
-    beat = Heartbeat(tmp_path, 3, interval=60)
+    beat = Heartbeat(tmp_path, 3, interval=60, parent=None)
     beat.start()
     (tmp_path / "heartbeat" / "rank-3.json").unlink()
     beat.stop()

@@ -101,20 +101,20 @@ def test_all_ranks_run_with_their_environment(script, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     command = script(f"(folder / f'env{{rank}}').write_text(' '.join(os.environ[n] for n in {names}))\n")
-    assert launch(command, 3) == 0
+    assert launch(command, 3, resumes=True) == 0
     found = [(tmp_path / f"env{rank}").read_text().split() for rank in range(3)]
     assert [f[:5] for f in found] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len({f[5] for f in found}) == 1
     assert {int(f[6]) for f in found} == {max(1, (os.cpu_count() or 1) // 3)}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    launch(command, 1)
+    launch(command, 1, resumes=True)
     assert (tmp_path / "env0").read_text().split()[6] == "7"
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_failing_ranks_exit_code_is_ours(script, code, rank, capfd):
-    assert launch(script(f"sys.exit({code} if rank == {rank} else 0)"), 2) == code
+    assert launch(script(f"sys.exit({code} if rank == {rank} else 0)"), 2, resumes=True) == code
     assert capfd.readouterr().err == ""
 
 
@@ -132,7 +132,7 @@ def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, m
     """Who leaves within it is not killed."""
     monkeypatch.setattr(launcher, "GRACE_SECONDS", grace or launcher.GRACE_SECONDS)
     text = f"if rank == {rank}: sys.exit(2)\ntime.sleep({0.3 if left else 3})\n(folder / 'left').write_text('x')\n"
-    assert launch(script(text), 2) == 2
+    assert launch(script(text), 2, resumes=True) == 2
     assert (tmp_path / "left").exists() == left
 
 
@@ -210,7 +210,7 @@ def test_signals_are_forwarded_once_to_every_rank(started, tmp_path, signum):
 
 def test_handlers_are_put_back(script):
     before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
-    launch(script(""), 1)
+    launch(script(""), 1, resumes=True)
     assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
 

@@ -37,7 +37,7 @@ def test_what_a_refused_start_has_made_is_gone_and_nothing_else(tmp_path):
     opened(tmp_path / "photos").close()
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["me.jpg"]
     run = opened(tmp_path / "run")
-    run.save_config({"task": "gan"})
+    run.save_config({"task": "gan"}, data=None)
     run.close()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
 
@@ -81,7 +81,7 @@ def test_empty_and_missing_folders_have_no_config(tmp_path):
     (tmp_path / ".config.yaml.123.tmp").write_text("task: g")
     folder = opened(tmp_path)
     assert folder.saved_config() is None
-    assert folder.accept_config(to_tree(GanConfig())) == []
+    assert folder.accept_config(to_tree(GanConfig()), defaults=None) == []
     folder.close()
 
 
@@ -89,7 +89,7 @@ def test_a_folder_of_other_things_is_refused_and_not_touched(tmp_path):
     for name in ("d.jpg", "b.jpg", "c.jpg", "a.jpg"):
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match=r"is not empty and holds no run \(found a.jpg, b.jpg, c.jpg\)"):
-        RunFolder(tmp_path).accept_config(to_tree(GanConfig()))
+        RunFolder(tmp_path).accept_config(to_tree(GanConfig()), defaults=None)
     assert len(list(tmp_path.iterdir())) == 4
     (tmp_path / "config.yaml").write_text("task: [gan")
     with pytest.raises(UserError, match=r"config\.yaml: not valid YAML"):
@@ -99,7 +99,7 @@ def test_a_folder_of_other_things_is_refused_and_not_touched(tmp_path):
 def holding(tmp_path, tree):
     """The folder of a run with this configuration."""
     folder = RunFolder(tmp_path)
-    folder.save_config(tree)
+    folder.save_config(tree, data=None)
     return folder
 
 
@@ -117,7 +117,7 @@ def holding(tmp_path, tree):
 def test_changes_that_break_the_state_are_refused(tmp_path, config_class, key, value):
     folder = holding(tmp_path, to_tree(config_class()))
     with pytest.raises(UserError, match=rf"holds another run \({key}: .* there, {value!r} now") as error:
-        folder.accept_config(to_tree(build(config_class, {}, [f"--{key}", str(value)])))
+        folder.accept_config(to_tree(build(config_class, {}, [f"--{key}", str(value)])), defaults=None)
     assert "\n" not in str(error.value)
 
 
@@ -125,25 +125,25 @@ def test_other_weights_do_not_change_how_images_are_normalised_unseen(tmp_path):
     given, none = (to_tree(build(ClassifierConfig, {}, more)) for more in (["--model.weights", "IMAGENET1K_V2"], []))
     for saved, now in ((given, none), (none, given)):
         with pytest.raises(UserError, match=r"model.normalise: '\w+' there, '\w+' now"):
-            holding(tmp_path, saved).accept_config(now)
+            holding(tmp_path, saved).accept_config(now, defaults=None)
     before = given | {"model": given["model"] | {"normalise": "auto"}}  # as it was saved
-    (notice,) = holding(tmp_path, before).accept_config(given)
+    (notice,) = holding(tmp_path, before).accept_config(given, defaults=None)
     assert notice.endswith("model.normalise was 'auto', is 'imagenet'")
 
 
 def test_another_task_is_refused_and_of_many_differences_the_first_are_named(tmp_path):
     with pytest.raises(UserError, match=r"task: 'gan' there, 'classifier' now"):
-        holding(tmp_path, to_tree(GanConfig())).accept_config(to_tree(ClassifierConfig()))
+        holding(tmp_path, to_tree(GanConfig())).accept_config(to_tree(ClassifierConfig()), defaults=None)
     folder = holding(tmp_path, {"task": "gan", "generator": dict.fromkeys("abcdef", 1)})
     with pytest.raises(UserError, match=r"\(generator.a: 1 there, 2 now; .*generator.d: 1 there, 2 now\)"):
-        folder.accept_config({"task": "gan", "generator": dict.fromkeys("abcdef", 2)})
+        folder.accept_config({"task": "gan", "generator": dict.fromkeys("abcdef", 2)}, defaults=None)
 
 
 def test_status(tmp_path):
     folder = RunFolder(tmp_path)
-    folder.write_status("running", 3)
+    folder.write_status("running", 3, reason="", exit_code=None)
     assert not is_finished(tmp_path, 3)  # its checkpoint may still be written
-    folder.write_status("stopped", 3)
+    folder.write_status("stopped", 3, reason="", exit_code=None)
     assert [is_finished(tmp_path, 3), is_finished(tmp_path, 4), is_finished(tmp_path)] == [True, False, False]
     folder.write_status("failed", 7, "non-finite gradients", 4)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -160,7 +160,7 @@ def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
         folder = RunFolder(tmp_path)
         folder.open()
         now += 7.5
-        folder.write_status("stopped", 3)
+        folder.write_status("stopped", 3, reason="", exit_code=None)
         folder.close()
         assert json.loads((tmp_path / "status.json").read_text())["seconds"] == expected
     (tmp_path / "status.json").write_text("{")

@@ -231,8 +231,8 @@ class ArraySource(Source):
         self,
         name: str,
         images: np.ndarray,  # [n, H, W, C], of any type of numbers
-        labels: np.ndarray | None = None,  # integers [n]
-        classes: Sequence[str] = (),
+        labels: np.ndarray | None,  # integers [n]
+        classes: Sequence[str],
     ) -> None:
         _, height, width, channels = images.shape
         depth: Any = images.dtype.name if images.dtype.name in RANGES else "float32"
@@ -252,7 +252,7 @@ NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 def numbered(
-    where: str, labels: Sequence[str], places: Sequence[str] = (), *, whole: bool = True
+    where: str, labels: Sequence[str], places: Sequence[str], *, whole: bool
 ) -> tuple[list[str], list[int]]:
     """Return the class names that occur in `labels`, and the class index of each label.
 

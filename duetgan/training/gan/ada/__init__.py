@@ -79,11 +79,11 @@ class Ada:
         *,
         seed: int,
         channels: int,
-        alpha: bool = False,  # the last channel is transparency
+        alpha: bool,  # the last channel is transparency
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
         # True if the networks are pretrained: p changes five times as fast by default.
-        transfer: bool = False,
+        transfer: bool,
     ) -> None:
         self.config = config
         self.seed = seed
