@@ -79,6 +79,9 @@ def test_whatever_holds_an_image_is_prepared_as_a_files_is(classifier, runs, pho
     for image in (tmp_path / "a.png", str(tmp_path / "a.png"), PIL.Image.fromarray(photo), photo, tensor, tensor / 255):
         assert classifier.transform.pixels(image).equal(expected)
         torch.testing.assert_close(classifier.transform(image), expected / 127.5 - 1)
+    light = tensor > 99
+    pixels = classifier.transform.pixels(light.bfloat16().requires_grad_())  # NumPy has no such type
+    assert pixels.equal(classifier.transform.pixels(255 * light.byte()))
     assert classifier.transform.pixels(photo[:, :, 0]).shape == classifier.image_shape
 
 
@@ -124,7 +127,13 @@ def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_p
     arguments = ["--checkpoint", str(runs["classifier"]), "--data", test, "--n", "40", "--seed", "2"]
     assert run_cli(evaluate.main, [*arguments, "--out", str(tmp_path / "out")]) == 0
     expected = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    monkeypatch.setattr("duetgan.utils.runlog.progress.SECONDS_BETWEEN_LINES", -1.0)
+    capsys.readouterr()
     result = classifier.evaluate(test, n=40, seed=2)
+    assert capsys.readouterr().err == ""
+    assert result.document["temperature"] == expected["temperature"]
+    classifier.evaluate(test, n=3, progress=True)
+    assert "images: 3 of 3" in capsys.readouterr().err
     for metric in result.metrics:
         low, high = expected[f"{metric.name}_interval"] or (None, None)
         assert (metric.value, metric.low, metric.high) == (expected[metric.name], low, high)
@@ -152,6 +161,7 @@ def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_p
         (torch.zeros(2, 8, 8), r"the image is of shape \[2, 8, 8\]; give a tensor \[C, H, W\] with 1 or 3"),
         (np.full((8, 8), 2.0), r"the image has values from 2 to 2; floats are taken as \[0, 1\]"),
         (np.full((8, 8), np.nan), r"the image has values from nan to nan"),
+        (np.linspace(-0.5, 1, 64).reshape(8, 8), r"the image has values from -0\.5 to 1; floats"),
         (np.zeros((8, 8), np.int64), "the image is of type int64; give uint8, or floats"),
         (np.zeros((0, 0, 3), np.float32), "the image is only 0x0 px"),
     ],

@@ -3,6 +3,7 @@
 import json
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from duetgan.commands.planning.measure import (
     plan_lines,
     weights_at_hand,
 )
-from duetgan.commands.planning.plan import GAN, TUNED, Machine, Plan, Weights, choose
+from duetgan.commands.planning.plan import GAN, TUNED, Machine, Plan, choose
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.registry import backbone_of
 from duetgan.utils.config.cli import Parser
@@ -153,19 +154,14 @@ def test_command_writes_the_plan(tmp_path, capsys):
     ],
 )
 def test_measuring_is_part_of_the_plan_and_weights_are_looked_for(monkeypatch, capsys, images, words, looked_for):
-    requested: list[str | None] = []
-
-    def weights_at_hand(file: str | None) -> Weights:
-        requested.append(file)
-        return WEIGHTS
-
+    at_hand = Mock(return_value=WEIGHTS)
     monkeypatch.setattr(measure, "survey", lambda source, options: images)
-    monkeypatch.setattr(measure, "weights_at_hand", weights_at_hand)
+    monkeypatch.setattr(measure, "weights_at_hand", at_hand)
     monkeypatch.setattr(measure, "cores", lambda: Fast.cores)
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=iter([100.0, 107.5]).__next__))
     monkeypatch.setattr(ThisMachine, "speed", lambda _, *arguments: Fast().speed(*arguments))
     plan, is_quick = planned(images.source, "--minutes", "31", *words), "--quick" in words
-    assert requested == ([*words[1:2], None][:1] if looked_for else [])
+    assert at_hand.call_args_list == ([call(*[*words[1:2], None][:1])] if looked_for else [])
     machine = Machine() if is_quick else Fast()
     machine.weights = WEIGHTS if looked_for else None
     expected = choose(images, machine, minutes=31, quick=is_quick, spent=0.0 if is_quick else 7.5)

@@ -137,7 +137,8 @@ def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(command
     assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
     assert summary["seconds"] == 32.5  # of the survey and since
     documents = [json.loads((tmp_path / task / "eval/metrics.json").read_text()) for task in TASKS]
-    advice = f"more time, for larger and better samples. $ duet quickstart sample --minutes 52 --dir {tmp_path}-next"
+    command = f"duet quickstart sample --minutes 52 --dir {tmp_path}-next"
+    advice = f"train longer, for better and perhaps larger samples. $ {command}"
     end = [
         "",
         *answers(*map(credible, documents)),

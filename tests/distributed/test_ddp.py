@@ -150,6 +150,45 @@ def test_unfreezing_on_two_ranks_gives_one_process_result(found, part):
     assert largest_difference(whole, ranks, part) < TOLERANCE
 
 
+def messages(folder: Path) -> list[dict[str, Any]]:
+    """What each rank gets of every kind of message."""
+    rank, file = collectives.rank(), folder / "made"
+    first, second = torch.full((2,), 1.0 + rank), torch.full((3, 1), 4.0 * rank, dtype=torch.float32)
+    collectives.average_([first, second])
+
+    def make() -> bool:
+        existed = file.exists()
+        file.touch()
+        return existed
+
+    errors = []
+    for ranks in ((1,), (0, 1)):
+        try:
+            with collectives.raising_together():
+                if rank in ranks:
+                    raise UserError(f"of rank {rank}")
+        except UserError as error:
+            errors.append((str(error), error.of_rank))
+    found = {
+        "max": collectives.all_reduce_max(3 - rank),
+        "broadcast": collectives.broadcast_object({"rank": rank}),
+        "main": collectives.from_main_process(lambda: rank + 3),
+        "to main": collectives.gather_to_main(lambda: rank + 5),
+        "main first": collectives.main_first(make),
+        "average": [first.tolist(), second.tolist()],
+        "errors": errors,
+        "unequal": collectives.unequal_ranks({"a": [torch.ones(2)], "b": [first + rank]}, first.device),
+    }
+    return collectives.gather_objects(found)
+
+
+def test_messages_between_two_ranks(found):
+    same = {"max": 3, "broadcast": {"rank": 0}, "main": 3, "average": [[1.5, 1.5], [[2.0]] * 3], "unequal": {"b": [1]}}
+    same["errors"] = [("of rank 1", 1), ("of rank 0", 0)]
+    expected = [same | {"to main": [5, 6], "main first": False}, same | {"to main": [], "main first": True}]
+    assert found[2]["messages"] == expected
+
+
 def be_a_rank(out: Path, data: str) -> None:
     slim_down()
     torch.set_default_dtype(torch.float64)
@@ -159,7 +198,7 @@ def be_a_rank(out: Path, data: str) -> None:
         ways = ("one forward, two backwards", "two forwards, two backwards", "their sum")
         found["two losses"] = {way: two_losses(way) for way in ways}
         found |= {f"exchanged {compress}": exchanged(compress) for compress in ("off", "bf16")}
-        found |= {"unused": unused(data)}
+        found |= {"unused": unused(data), "messages": messages(out.parent)}
     if collectives.is_main():
         torch.save(found, out)
     collectives.stop()

@@ -21,9 +21,10 @@ from duetgan.utils.checkpoint import (
     rotate,
     save,
 )
+from duetgan.utils.checkpoint.provenance import Lineage, TrainedOn, data_history, describe_history, join, recorded
 from duetgan.utils.errors import StoppedBySignal, UserError
 from tests.conftest import assert_raises
-from tests.utils.checkpoint.files import content, names, value_of
+from tests.utils.checkpoint.files import content, names, value_of, without_checksum
 
 
 def latest(folder):
@@ -162,6 +163,11 @@ def test_nothing_points_at_checkpoints_that_are_forgotten(tmp_path):
         assert forget_after(tmp_path, step)
         assert newest_first(tmp_path) == paths[step - 1 :: -1]
         assert [(pointer(tmp_path, which) or {}).get("step") for which in ("last", "best")] == [step, best]
+    without_checksum(paths[0])
+    (tmp_path / "last.json").unlink()
+    save(tmp_path, content(2))
+    assert forget_after(tmp_path, 1)
+    assert (pointer(tmp_path, "last"), names(tmp_path)) == (None, [paths[0].name])  # nobody has verified it
     assert not forget_after(tmp_path, 0)
     assert newest_first(tmp_path) == paths[:1]
 
@@ -211,7 +217,7 @@ def test_a_checkpoint_of_a_machine_with_more_devices_is_loaded(tmp_path):
 
 
 def test_pointers(tmp_path, monkeypatch):
-    path = save(tmp_path, content(8))
+    path = without_checksum(save(tmp_path, content(8)))  # as after a kill
     synced = []
     monkeypatch.setattr(checkpoints, "sync_folder", lambda folder: synced.append(pointer(folder, "best")))
     point(tmp_path, "best", path, metric="accuracy", value=0.5)
@@ -220,6 +226,8 @@ def test_pointers(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "best.json").read_text()) == expected
     assert pointer(tmp_path, "best") == expected
     assert synced == [expected]  # so that a loss of power leaves no older pointer
+    load(path)
+    assert names(tmp_path) == ["best.json", path.name, f"{path.name}.sha256"]
     assert pointer(tmp_path, "last") is None
     for text in ("", "{", "[1]", "{}", '{"file": "../../etc/passwd"}', '{"file": 3}'):
         (tmp_path / "last.json").write_text(text)
@@ -254,8 +262,14 @@ def test_resolve(run, tmp_path):
         resolve(tmp_path / "quickstrat")
     assert f"did you mean {str(run)!r}" in str(error.value)
     assert_raises(UserError, "no such run folder", resolve, tmp_path / "nowhere" / "x")
-    (tmp_path / "empty").mkdir()
-    assert_raises(UserError, "empty", resolve, tmp_path / "empty")
+    folder = tmp_path / "timm"
+    folder.mkdir()
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert_raises(UserError, "timm: holds no checkpoint", resolve, folder)
+        (folder / name).touch()
+    (folder / "config.json").touch()
+    assert resolve(folder) == folder / "model.safetensors"
+    assert resolve("timm:resnet18") == Path("timm:resnet18")
 
 
 def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, monkeypatch):
@@ -265,3 +279,18 @@ def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, m
     path = save(tmp_path, content(1))
     monkeypatch.setattr(torch, "load", stop)
     assert_raises(StoppedBySignal, "SIGTERM", load, path)
+
+
+def test_the_images_of_a_run_are_listed_if_they_were_replaced():
+    data = {"content_hash": "f00d", "count": 7}
+    checkpoint = {"config": {"data": {"path": "a.lmdb"}}, "data": data, "teachers": ["t"]}
+    first = TrainedOn(step=0, content_hash="f00d", count=7, path="a.lmdb")
+    assert (data_history(checkpoint), describe_history(checkpoint)) == ([first], "")
+    lineage = Lineage.of(trained_on=["f00d"], teachers=["t"])
+    assert (recorded(checkpoint), recorded({})) == (lineage, Lineage.of())
+    more = Lineage.of(trained_on=["cafe"], teachers=["u"], pretrained=["p"])
+    assert recorded(checkpoint | {"lineage": more.document()}) == join(lineage, more)
+    second = {"step": 4000, "content_hash": "0123456789abcdef", "count": 8000}
+    data["history"] = [first.model_dump(), second]
+    line = "training images: 7 of a.lmdb from step 0, 8,000 of 0123456789ab from step 4,000"
+    assert describe_history(checkpoint) == line

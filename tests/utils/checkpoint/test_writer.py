@@ -10,6 +10,7 @@ from duetgan.utils.checkpoint import CorruptCheckpoint, load, load_latest, save
 from duetgan.utils.checkpoint import writer as checkpoint_writer
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.errors import UserError
+from duetgan.utils.image_spec import MOST_CHANNELS
 from tests.conftest import assert_raises
 from tests.utils.checkpoint.files import content, damage, names, without_checksum
 
@@ -30,6 +31,7 @@ def everything():
         "views": {"x": [flat[:4], flat[4:8].view(2, 2), flat[::3], flat]},
         "same": {"x": [flat, flat]},
         "types": {"x": [torch.zeros(2, dtype=kind) for kind in kinds]},
+        "gradients": {"x": [torch.nn.Parameter(torch.ones(2), False), torch.ones(2, requires_grad=True)]},
         "empty": {"x": [torch.zeros(0), torch.zeros(0, 3), torch.tensor(5)]},
         "plain": {word: word, 3: (None, True, 1.5), "list": []},
     }
@@ -182,17 +184,33 @@ def test_files_of_others_are_refused(tmp_path, other):
     assert_raises(CorruptCheckpoint, r"model.pt: .*a checkpoint", load, path)
 
 
+WRONG: list[dict[str, int]] = [{"channels": channels} for channels in (0, MOST_CHANNELS + 1)]
+WRONG += [{"resolution": side} for side in (0, 2**16 + 1)]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"schema": checkpoints.SCHEMA + 1}, r"schema 2 is newer than this program's 1; update"),
         *(({"schema": schema}, "schema") for schema in ("1", None, 1.5, True)),
         ({"config": None}, "not a checkpoint of Duet"),
+        ({"classes": ["a", "b"]}, r"shape\.classes is 1, but classes has 2 names"),
+        ({"sets": [[0], [0, 1]]}, "sets has a label beyond the 1 classes"),
+        ({"stage": [8]}, "stage"),
+        *(({"shape": content()["shape"] | wrong}, f"shape.*{key}") for wrong in WRONG for key in wrong),
     ],
 )
 def test_what_a_checkpoint_says_is_checked(tmp_path, changed, message):
-    with pytest.raises(CorruptCheckpoint, match=message):
-        load(save(tmp_path, content() | changed))
+    path = save(tmp_path, content() | changed)
+    with pytest.raises(CorruptCheckpoint, match=message) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_the_limits_of_what_a_checkpoint_says(tmp_path):
+    shape = {"channels": MOST_CHANNELS, "classes": 0, "resolution": 2**16}
+    changed = {"classes": [], "sets": [[]], "stage": [2**16, 0.5], "shape": shape}
+    assert load(save(tmp_path, content() | changed))["shape"] == shape
 
 
 def test_a_missing_file_is_no_corrupt_one_and_only_damaged_ones_are_an_error(tmp_path):
