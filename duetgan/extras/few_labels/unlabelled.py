@@ -172,7 +172,8 @@ class Unlabelled:
         return {"means": self.means.clone(), "said": self.propagated_labels.clone()}
 
     def load_state_dict(self, state: State) -> None:
-        self.means = state["means"].clone()
+        # In place: the memory may be that of the stream on which a CUDA graph's inputs are drawn.
+        self.means.copy_(state["means"])
         self.propagated_labels = state["said"].clone()
 
 
