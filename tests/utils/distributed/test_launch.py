@@ -136,7 +136,10 @@ def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, m
     assert (tmp_path / "left").exists() == left
 
 
-CALLER = "import sys\nfrom duetgan.utils.distributed.launch import launch\nsys.exit(launch(sys.argv[1:], 2, resumes=True))\n"
+CALLER = """import sys
+from duetgan.utils.distributed.launch import launch
+sys.exit(launch(sys.argv[1:], 2, resumes=True))
+"""
 
 
 @pytest.fixture
