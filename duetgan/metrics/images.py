@@ -73,7 +73,7 @@ def save_samples(
             for label, prediction, value in zip(
                 labels[chosen].tolist(), predicted[chosen], confidence[chosen], strict=True
             ):
-                mistake = "" if label == prediction else f"\nnamed {names[prediction]}"
+                mistake = "" if label == prediction else f"\npred. {names[prediction]}"
                 captions.append(f"{names[label]} {value:.2f}{mistake}")
             files.append(f"recognised_{name}.png")
             save_captioned(list(sampled(chosen)), captions, folder / files[-1], spec=spec)
@@ -130,7 +130,7 @@ def _captions(answers: Answers, index: int) -> list[str]:
     predicted = answers.class_text(answers.predicted_classes[index])
     return [
         f"{answers.record_numbers([index])[0]}: {answers.class_text(answers.true_classes[index])}",
-        f"named {predicted} {answers.confidence[index]:.2f}",
+        f"pred. {predicted} {answers.confidence[index]:.2f}",
     ]
 
 

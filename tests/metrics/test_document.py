@@ -260,7 +260,7 @@ def test_a_classifier(trained, pictures, capsys, monkeypatch):
     result.check(expected, trained["test.lmdb"])
 
     true, named = ([NAMES[label] for label in columns[key]] for key in ("label", "prediction"))
-    words = [(f"{records[i]}: {true[i]}", f"named {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
+    words = [(f"{records[i]}: {true[i]}", f"pred. {named[i]} {columns['confidence'][i]:.2f}") for i in range(N)]
     order = np.argsort(-columns["confidence"])
     wrong, right = ([i for i in order if (true[i] != named[i]) == mistaken] for mistaken in (True, False))
     chosen = [*wrong[:4], *right[:4]]
@@ -305,7 +305,7 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     doubt = (np.abs(p - hot) * (named != hot)).max(1)
     wrong = [i for i in np.argsort(-doubt) if doubt[i]][:24]
     words = [["; ".join(np.array(NAMES[:3])[row]) or "no label" for row in rows] for rows in (hot, named)]
-    both = [(f"{records[i]}: {words[0][i]}", f"named {words[1][i]} {doubt[i]:.2f}") for i in wrong]
+    both = [(f"{records[i]}: {words[0][i]}", f"pred. {words[1][i]} {doubt[i]:.2f}") for i in wrong]
     assert_pictures(pictures, {"mistakes.png": (images[wrong], flat(both))})
     result.check_figures({})
     for name, row in expected["per_class"].items():
@@ -415,7 +415,7 @@ def test_a_gan(trained, pictures, capsys):
 
     confidence, pictured = p[np.arange(count), labels], lists["closest"] + lists["first"]
     words = [
-        [f"{NAMES[labels[i]]} {confidence[i]:.2f}", *[f"named {NAMES[p[i].argmax()]}"] * (not hits[i])]
+        [f"{NAMES[labels[i]]} {confidence[i]:.2f}", *[f"pred. {NAMES[p[i].argmax()]}"] * (not hits[i])]
         for i in range(count)
     ]
     grids = [np.concatenate([np.flatnonzero(part == k)[:10] for k in range(KINDS)]) for part in (labels, test)]
