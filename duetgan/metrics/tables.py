@@ -122,10 +122,10 @@ def _context(document: Document, row: Figure) -> str:
         )
     if row.key == "recognised" and judge:
         accuracy = percent(judge.get("accuracy"))
-        text = f"the judge is right on {accuracy} of the real images at the samples' size"
+        text = f"the classifier is right on {accuracy} of the real images of this size"
         if "majority_class_rate" in judge:
             majority = percent(judge["majority_class_rate"])
-            text += f", and the most frequent class has {majority} of them"
+            text += f"; always predicting the most frequent class would be right on {majority}"
         context.append(text)
     return f" ({'; '.join(context)})" if context else ""
 

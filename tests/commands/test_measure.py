@@ -138,7 +138,7 @@ def test_command_writes_the_plan(tmp_path, capsys):
     words = ["sample", "--quick", "--seed", "3", "--minutes", "20"]
     assert run_cli(measure.main, [*words, "--out", str(tmp_path / "plan.json")]) == 0
     made = Plan.read(json.loads((tmp_path / "plan.json").read_text()))
-    assert capsys.readouterr().out.splitlines() == [f"images: {made.survey.text()}", *plan_lines(made)]
+    assert capsys.readouterr().out.splitlines() == [made.survey.text(), *plan_lines(made)]
     request = {"seed": 3, "request": ["sample", "--seed", "3", "--quick"]}
     assert made == choose(made.survey, Machine(), minutes=20, quick=True).model_copy(update=request)
 

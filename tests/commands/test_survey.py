@@ -42,7 +42,7 @@ def test_class_folders(folder, monkeypatch):
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=itertools.count(100.0, 5.0).__next__))
     Image.new("RGB", (300, 400)).save(folder / "cats" / "2.png")
     found = survey(str(folder))
-    assert found.text() == "20 images, 2 classes of 8 or more, about 20 px, colour"
+    assert found.text() == "images: 20; 2 classes with at least 8 images each; about 20 px, colour"
     assert (found.held_out, found.unreadable, found.seconds) == (0, "", 0.25)
     for number in (1, 0):
         (folder / "cats" / f"{number}.png").write_bytes(b"no image")
@@ -51,9 +51,9 @@ def test_class_folders(folder, monkeypatch):
 
 def test_flat_folder_zip_and_csv(tmp_path, folder):
     flat = survey(images(tmp_path / "flat"))
-    assert (flat.classes, flat.text()) == (0, "10 images, no labels, about 20 px, colour")
+    assert (flat.classes, flat.text()) == (0, "images: 10; no labels; about 20 px, colour")
     images(tmp_path / "single" / "cats")
-    assert survey(str(tmp_path / "single")).text() == "10 images, one class, about 20 px, colour"
+    assert survey(str(tmp_path / "single")).text() == "images: 10; one class; about 20 px, colour"
     archive, table = shutil.make_archive(str(tmp_path / "a"), "zip", folder), tmp_path / "photos.csv"
     rows = [f"{image},{image.parent.name}" for image in sorted(folder.rglob("*.png"))]
     table.write_text("\n".join(["path,label", *rows]))
@@ -90,7 +90,8 @@ def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeyp
 def test_the_embedded_sample_has_its_own_held_out_part():
     found = survey("sample")
     assert found == SAMPLE.model_copy(update={"source": "sample", "seconds": found.seconds})
-    assert found.text() == "10,000 images, and 2,000 held out, 10 classes of 1,000 or more, about 28 px, grey"
+    counts = "images: 10,000, and 2,000 held out; 10 classes with at least 1,000 images each"
+    assert found.text() == f"{counts}; about 28 px, grey"
 
 
 def test_grey_images_are_seen(tmp_path):

@@ -453,8 +453,8 @@ def test_a_gan(trained, pictures, capsys):
     )
     assert_pictures(pictures, expected_pictures)
 
-    right = f"the judge is right on {100 * of_judge['accuracy']:.1f} % of the real images at the samples' size"
-    right += f", and the most frequent class has {100 * majority:.1f} % of them"
+    right = f"the classifier is right on {100 * of_judge['accuracy']:.1f} % of the real images of this size"
+    right += f"; always predicting the most frequent class would be right on {100 * majority:.1f} %"
     result.check_figures({"recognised": right})
     for name in NAMES:
         of_class = [(figure.key, expected[figure.by_class][name]) for figure in GAN if figure.by_class]

@@ -275,7 +275,7 @@ def make_plan(options: Namespace) -> Plan:
     """
     start = time.perf_counter()
     images = survey(options.source, options)
-    print(f"images: {images.text()}", flush=True)
+    print(images.text(), flush=True)
     weights = None
     wants_weights = images.classes > 1 and options.source != SAMPLE and not options.quick
     if options.weights or wants_weights:

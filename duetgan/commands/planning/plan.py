@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED
 from duetgan.utils.config.model import Stored
+from duetgan.utils.text import counted
 
 SAMPLE = "sample"  # source of the embedded images
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
@@ -93,14 +94,15 @@ class Survey(Stored):
 
     def text(self) -> str:
         """Return the survey as one line of text for the user."""
-        text = f"{self.count:,} images"
+        text = f"images: {self.count:,}"
         if self.held_out:
             text += f", and {self.held_out:,} held out"
         if self.classes > 1:
-            text += f", {self.classes} classes of {self.smallest_class:,} or more"
+            smallest = counted(self.smallest_class, "image")
+            text += f"; {self.classes} classes with at least {smallest} each"
         else:
-            text += ", one class" if self.classes else ", no labels"
-        return f"{text}, about {self.side} px, {'grey' if self.channels == 1 else 'colour'}"
+            text += "; one class" if self.classes else "; no labels"
+        return f"{text}; about {self.side} px, {'grey' if self.channels == 1 else 'colour'}"
 
 
 class Speed(NamedTuple):

@@ -327,7 +327,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
         return plan
     check_writable(folder)
     measuring = "" if options.quick else ", then measuring the speed of this machine"
-    print(f"reading some images of {options.source}{measuring}", flush=True)
+    print(f"reading some images of the source '{options.source}'{measuring}", flush=True)
     command = ["quickstart-plan", *request, "--minutes", f"{options.minutes:g}", "--out", str(file)]
     code = call(command)
     return Plan.read(json.loads(file.read_text())) if code == 0 else code
