@@ -39,9 +39,10 @@ def headline(run: Run) -> list[MetricTile]:
     """
     tiles = _tiles(run, ("headline",))
     for row in as_dicts(run.evaluation.get("distances"))[:1]:
-        context = [f"between real images: {plain(row.get('floor'))}; n {plain(row.get('n'))}"]
+        floor, n = plain(row.get("floor")), plain(row.get("n"))
+        context = [f"between training and test images: {floor}; {n} images each"]
         context += interval_words(row.get("frechet_interval"), plain)
-        meaning = f"Frechet distance between samples and real images, on {extractor_name(row)}"
+        meaning = f"Frechet distance between samples and real images, on features of {extractor_name(row)}"
         tiles.append((plain(row.get("frechet")), meaning, f" ({'; '.join(context)})"))
     return tiles
 
@@ -79,7 +80,7 @@ def progress(run: Run) -> list[Tile]:
             tiles.append((form(statistics.median(values)), meaning))
     if "step" in run.best:
         metric = str(run.best.get("metric", "")).replace("_", " ")
-        meaning = f"best checkpoint: {metric} {plain(run.best.get('value'))}"
+        meaning = f"best checkpoint by evaluations during training: {metric} {plain(run.best.get('value'))}"
         tiles.append((f"step {plain(run.best['step'])}", meaning))
     return tiles
 
@@ -105,7 +106,10 @@ def data_tables(run: Run) -> list[Table]:
             counts[role] = {name: plain(count) for name, count in by_class.items()}
     if not rows:
         return []
-    tables: list[Table] = [(["data", "file", "images", "size", "groups"], rows)]
+    header = ["data", "file", "images", "size", "groups of images kept together"]
+    if all(row[-1] == "-" for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    tables: list[Table] = [(header, rows)]
     if history := as_dict(run.data.get("history")):
         tables.append((["from", "training images"], [[*map(str, row)] for row in history.items()]))
     by_class_table = joined(counts)

@@ -120,17 +120,20 @@ EMBED_WHOLE = 100_000  # bytes; larger images are shrunk before they are embedde
 LARGEST_SIDE = 1400  # pixels of a shrunk image
 CAPTIONS = {  # captions of the images in eval/, by the stem of the file name
     "samples": "Samples, a row for each class",
-    "real": "Real test images, in the same rows",
+    "real": "Real test images, a row for each class",
     "recognised_best": "The best recognised samples, with the requested class and its probability",
     "recognised_worst": "The worst recognised samples, with the requested and the predicted class",
-    "neighbours": "Samples (left), each next to the most similar training image",
+    "neighbours": "Samples (left), each next to the most similar of the searched training images: "
+    "first the nearest samples, then the first samples drawn. The usual distance is the median "
+    "distance of held-out images to their nearest training image",
     "truncation": "Truncation: the same samples from the mean image (psi 0) to no truncation (psi 1)",
     "mixing": "Style mixing: samples A with the coarse styles (pose, shape) of samples B",
     "confusion": "Confusion matrix: true classes in rows, predicted classes in columns",
     "reliability": "Accuracy by confidence; for a well calibrated classifier it follows the diagonal",
     "robustness": "A test image without corruption, and with each corruption at each strength",
     "evidence": "The most confident mistakes and correct predictions, each next to its Grad-CAM heat map",
-    "mistakes": "The most confident mistakes: number of the record, true class, predicted class",
+    "mistakes": "The most confident mistakes: image number, true class, predicted class and its "
+    "probability",
 }
 WITHOUT_CLASSES = {"samples": "Samples", "real": "Real test images"}
 FIRST = ("samples", "real")  # stems of the images that come first, side by side

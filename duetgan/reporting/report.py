@@ -23,6 +23,9 @@ from duetgan.utils.text import duration
 
 # --- titles of the charts
 
+SIGN_AND_STRENGTH = "augmentation: strength p and mean sign of D(real)"
+CLASS_HEAD_LOSS = "D's class head: loss on samples (auxiliary) and on real images (auxiliary_real)"
+
 # Titles of charts, by a pattern of keys of metrics.jsonl. If several patterns match, the first one
 # counts. `chart_of` makes the titles for other keys.
 CHARTS = {
@@ -30,13 +33,24 @@ CHARTS = {
     "loss/discriminator": "adversarial losses",
     "loss/classifier": "loss",
     "val/nll": "loss",  # in one chart with the training loss
-    "loss/auxiliary*": "auxiliary loss",
-    "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
-    "ada/p": "augmentation: strength p and mean sign of D(real)",
+    "loss/auxiliary": CLASS_HEAD_LOSS,
+    "loss/auxiliary_real": CLASS_HEAD_LOSS,
+    "accuracy/auxiliary": "D's class head: accuracy",
+    "logits/real_sign": SIGN_AND_STRENGTH,
+    "ada/p": SIGN_AND_STRENGTH,
     "path_length/mean": "path length: moving mean",
-    "val/logits/*": "logits at evaluations",
+    "val/logits/*": "D's mean logits: held-out, training and generated images",
     "val/memorised_p/*": "p-value of the search for copies (small: the GAN copies)",
     "val/memorised/*": "fraction of samples unusually near to training images",
+}
+
+
+# Titles of charts that have only this curve, although their title in CHARTS is of several.
+SINGLE_CURVES = {
+    "logits/real_sign": "mean sign of D(real)",
+    "ada/p": "augmentation: strength p",
+    "loss/auxiliary": "D's class head: loss on samples",
+    "loss/auxiliary_real": "D's class head: loss on real images",
 }
 
 
@@ -54,8 +68,7 @@ def chart_of(key: str) -> str:
         title = f"{name} loss"
     for pattern, shared_title in CHARTS.items():
         if fnmatchcase(key, pattern):
-            title = shared_title
-            break
+            return shared_title
     return title.replace("_", " ")
 
 
@@ -78,10 +91,11 @@ def write_report(run_dir: str | Path) -> Path:
         commands += text.strip().splitlines()
     return write_page(
         run.folder / "report.html",
-        title=f"Run {run.name} ({run.task})" if run.task else f"Run {run.name}",
+        title=f"Run {run.name}" if run.task in ("", run.name) else f"Run {run.name} ({run.task})",
         headline=headline(run),
         choices=(),
         runs={"": run},
+        commands_title="Commands to repeat this run",
         commands=commands,
         answers=(),
     )
@@ -106,13 +120,14 @@ def write_quickstart_report(
     for run in runs.values():
         tiles += headline(run)
     if seconds is not None:
-        tiles.append((duration(seconds), "duration of all steps together", ""))
+        tiles.append((duration(seconds), "total time of all commands", ""))
     return write_page(
         folder / "report.html",
         title="Duet quickstart",
         headline=tiles,
         choices=notes,
         runs=runs,
+        commands_title="Commands that were run",
         commands=commands,
         answers=answers,
     )
@@ -153,6 +168,8 @@ def charts(run: Run) -> list[Chart | str]:
         groups.setdefault(chart_of(key), []).append(key)
     result: list[Chart | str] = []
     for title, keys in groups.items():
+        if len(keys) == 1:
+            title = SINGLE_CURVES.get(keys[0], title)
         if any(math.isfinite(y) for key in keys for _, y in series[key]):
             result.append(Chart({key: series[key] for key in keys}, title=title))
         else:

@@ -468,8 +468,8 @@ def test_a_gan(trained, pictures, capsys):
         assert [*cells, str(N)] in result.rows
         assert " ".join([*cells, str(N)]) in [" ".join(line.split()) for line in result.printed.splitlines()]
     ends = [distances[0][key] for key in ("frechet", "floor")] + distances[0]["frechet_interval"]
-    tile = "{:.3g}</b><span>Frechet distance between samples and real images, on classifier (between real images: "
-    tile += "{:.3g}; n 47; 95 % interval {:.3g} to {:.3g})"
+    tile = "{:.3g}</b><span>Frechet distance between samples and real images, on features of classifier (between "
+    tile += "training and test images: {:.3g}; 47 images each; 95 % interval {:.3g} to {:.3g})"
     assert tile.format(*ends) in result.text
     near = "{} of the samples are unusually near to training images ({} without copying); "
     counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))

@@ -222,7 +222,7 @@ def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left
     assert "samples.png" not in text  # captions are words
     scrolling = source.count('<div class="scroll" tabindex="0"><table')
     assert source.count("<table") == scrolling > 0  # U9: they were cut off at 390 px
-    shown = ["62 min", "step 40", "best checkpoint: diversity ratio 0.625", "SIGTERM"]
+    shown = ["62 min", "step 40", "best checkpoint by evaluations during training: diversity ratio 0.625", "SIGTERM"]
     shown += ["train.lmdb", "650", "32 px, 3 channel(s)", "400", "250"]
     assert [words for words in shown if words not in text] == []
 

@@ -307,7 +307,7 @@ def check_report(record: Record, run: Path, rows: list[dict[str, Any]]) -> None:
         (duration(record.now - START), "duration, including evaluations"),
         (f"{speed:.3g}", "images per second (median)"),
         (f"{100 * wait:.1f} %", "of the time spent waiting for data (median)"),
-        (f"step {best}", f"best checkpoint: {metric} {value:.3g}"),
+        (f"step {best}", f"best checkpoint by evaluations during training: {metric} {value:.3g}"),
     ]
     for cells in ((61,), (29,), ("a", 13, 6), ("b", 12, 6), ("c", 36, 17)):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in page
