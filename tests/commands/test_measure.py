@@ -1,6 +1,7 @@
 """This machine: weights that are at hand, speeds on noise, and what is said of a plan."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -69,9 +70,10 @@ def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, n
 
 
 def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
-    save_file({"a.weight": torch.zeros(1)}, tmp_path / "w.safetensors")
-    with pytest.raises(UserError, match="is no ResNet, ConvNeXt or EfficientNet"):
-        weights_at_hand(str(tmp_path / "w.safetensors"))
+    file = tmp_path / "w.safetensors"
+    save_file({"a.weight": torch.zeros(1)}, file)
+    refusal = f"^{re.escape(str(file))}: is no ResNet, ConvNeXt or EfficientNet; give another file with --weights$"
+    assert_raises(UserError, refusal, weights_at_hand, str(file))
     assert_raises(UserError, "no such file", weights_at_hand, str(tmp_path / "missing.safetensors"))
 
 
@@ -125,7 +127,7 @@ def test_plan_is_told_with_reasons_lengths_and_times():
     ends = {time.strftime("%H:%M", time.localtime(now + plan.seconds)) for now in (begin, time.time())}
     assert lines[-1] in {f"expected time: 19 min, until about {end}" for end in ends}
     quick = choose(SAMPLE, Machine(), minutes=15, quick=True)
-    assert plan_lines(quick) == [*quick.notes, "only a few training steps of each (--quick)"]
+    assert plan_lines(quick) == [*quick.notes, "only a few training steps for each network (--quick)"]
 
 
 def planned(*words: str) -> Plan:

@@ -189,7 +189,7 @@ gan_64_cpu -r 64 g 1024 128 d 1024 128 --init-from drawings_64.pt --ema.ema-kimg
 --checkpoint.every 247
 held out: 10% of each class, about 73; each of the 91 groups stays whole
 classifier: from scratch; 658 images are few for that
-GAN: 64 px, one network for all classes; with ADA, because there are few; it starts from drawings_64.pt""",
+GAN: 64 px, class-conditional; with ADA, because there are few; it starts from drawings_64.pt""",
         ),
         (
             seen(731, 3, side=49),
@@ -206,7 +206,7 @@ gan_64_cpu -r 64 g 1024 128 d 1024 128 --init-from drawings_64.pt --ema.ema-kimg
 held out: 10% of each class, about 73
 classifier: fine-tuned from resnet50's ImageNet weights, resnet50.safetensors; its last stage alone is
 trained, from a regression at 224 px, because there are few images
-GAN: 64 px, one network for all classes; with ADA, because there are few; it starts from drawings_64.pt""",
+GAN: 64 px, class-conditional; with ADA, because there are few; it starts from drawings_64.pt""",
         ),
         (
             seen(1000, 2, held_out=203, side=90),
@@ -219,9 +219,9 @@ gan: 18841 x 16, 64 px, 9317.73 s, 33.00/s in bf16, 20.202 ms
 gan_64_cpu -r 64 g 1024 128 d 1024 128 --init-from drawings_64.pt --ema.ema-kimg 5 --augment.flip false
 --loss.auxiliary-weight 0.5 --ada.mode adaptive --ada.kimg 100 --steps 18841 --evaluation.every 18841
 --checkpoint.every 247
-held out: the 203 images of the source's own held-out part
+held out: the source's own test part, 203 images
 classifier: fine-tuned from resnet50's ImageNet weights, resnet50.safetensors
-GAN: 64 px, one network for all classes; with ADA, because there are few; it starts from drawings_64.pt""",
+GAN: 64 px, class-conditional; with ADA, because there are few; it starts from drawings_64.pt""",
         ),
         (
             seen(6400, 3, side=300, channels=1, unreadable="a.png is cut"),
@@ -236,7 +236,7 @@ quickstart_gan -r 128 g 2048 128 d 2048 128 --ada.mode adaptive --ada.kimg 100 -
 held out: 10% of each class, about 640
 images that cannot be read are left out, for example: a.png is cut
 classifier: fine-tuned from resnet50's ImageNet weights, resnet50.safetensors
-GAN: 128 px, one network for all classes; with ADA, because there are few""",
+GAN: 128 px, class-conditional; with ADA, because there are few""",
         ),
         (
             seen(2500, 3, side=90),
@@ -253,7 +253,7 @@ quickstart_gan -r 32 g 512 128 d 512 128 --ada.mode adaptive --ada.kimg 100 --st
 held out: 10% of each class, about 250
 classifier: fine-tuned from resnet50's ImageNet weights, resnet50.safetensors; its head alone is trained, from
 a regression at 64 px, because there is no time for more
-GAN: 32 px, one network for all classes; with ADA, because there are few""",
+GAN: 32 px, class-conditional; with ADA, because there are few""",
         ),
         (
             seen(500, 0, side=70),
@@ -279,7 +279,7 @@ quickstart_gan -r 16 g 256 64 d 256 64 --ada.mode adaptive --ada.kimg 100 --step
 11724 --checkpoint.every 3150
 held out: 20% of each class, about 100
 classifier: from scratch; 399 images are few for that
-GAN: 16 px, one network for all classes; with ADA, because there are few""",
+GAN: 16 px, class-conditional; with ADA, because there are few""",
         ),
         (
             seen(40, 2),
@@ -292,7 +292,7 @@ quickstart_gan -r 16 g 256 64 d 256 64 --ada.mode adaptive --ada.kimg 100 --step
 --checkpoint.every 200
 held out: 20% of each class, about 8
 classifier: from scratch; 32 images are few for that
-GAN: 16 px, one network for all classes; with ADA, because there are few
+GAN: 16 px, class-conditional; with ADA, because there are few
 this takes longer than 1 minutes on this machine, even with the smallest settings""",
         ),
         (
@@ -302,7 +302,7 @@ this takes longer than 1 minutes on this machine, even with the smallest setting
 gan: 20000 x 32, 32 px, 1554.29 s, 420.00/s in fp32, 0.794 ms
 quickstart_gan -r 32 g 512 128 d 512 128 --loss.mismatch-weight 0 --steps 20000 --evaluation.every 20000
 --checkpoint.every 1575
-held out: the 777 images of the source's own held-out part
+held out: the source's own test part, 777 images
 no classifier: the images are of one class; put them into a folder for each class
 GAN: 32 px, without labels; longer training would make no visible difference""",
         ),
@@ -315,9 +315,9 @@ quickstart_classifier -r 32 --optimizer.warmup-steps 235 --steps 2350 --evaluati
 --checkpoint.every 337
 gan: 14008 x 32, 128 px, 4354.49 s, 105.00/s in fp32, 3.175 ms
 quickstart_gan -r 128 g 2048 128 d 2048 128 --steps 14008 --evaluation.every 14008 --checkpoint.every 393
-held out: the 6,000 images of the source's own held-out part
+held out: the source's own test part, 6,000 images
 classifier: from scratch; 20,000 images are enough for that
-GAN: 128 px, one network for all classes""",
+GAN: 128 px, class-conditional""",
         ),
         (
             seen(5000, 5, held_out=60, side=60, channels=1),
@@ -329,9 +329,9 @@ quickstart_classifier -r 64 --optimizer.warmup-steps 62 --steps 625 --evaluation
 gan: 6519 x 32, 64 px, 1013.24 s, 210.00/s in fp32, 1.587 ms
 quickstart_gan -r 64 g 1024 128 d 1024 128 --ada.mode adaptive --ada.kimg 100 --steps 6519 --evaluation.every
 6519 --checkpoint.every 787
-held out: the 60 images of the source's own held-out part
+held out: the source's own test part, 60 images
 classifier: from scratch; 5,000 images are enough for that
-GAN: 64 px, one network for all classes; with ADA, because there are few""",
+GAN: 64 px, class-conditional; with ADA, because there are few""",
         ),
         (
             seen(12_345, 3, side=30),
@@ -345,7 +345,7 @@ gan_32_pairs -r 32 g 512 128 d 512 128 --generator-optimizer.name adam --steps 2
 --checkpoint.every 1125
 held out: 10% of each class, about 1,234
 classifier: from scratch; 11,111 images are enough for that
-GAN: 32 px, one network for all classes; longer training would make no visible difference""",
+GAN: 32 px, class-conditional; longer training would make no visible difference""",
         ),
         (
             seen(10_000, 3, held_out=333, side=30),
@@ -356,9 +356,9 @@ quickstart_classifier -r 32 --optimizer.warmup-steps 85 --steps 859 --evaluation
 337
 gan: 5954 x 32, 32 px, 647.80 s, 300.00/s in fp32, 1.111 ms
 gan_32_pairs -r 32 g 512 128 d 512 128 --steps 5954 --evaluation.every 5954 --checkpoint.every 1125
-held out: the 333 images of the source's own held-out part
+held out: the source's own test part, 333 images
 classifier: from scratch; 10,000 images are enough for that
-GAN: 32 px, one network for all classes""",
+GAN: 32 px, class-conditional""",
         ),
         (
             seen(300, 5),
@@ -372,7 +372,7 @@ quickstart_gan -r 16 g 256 64 d 256 64 --ada.mode adaptive --ada.kimg 100 --log.
 --evaluation.every 12 --checkpoint.every 12
 held out: 20% of each class, about 60
 classifier: from scratch; 240 images are few for that
-GAN: 16 px, one network for all classes; with ADA, because there are few""",
+GAN: 16 px, class-conditional; with ADA, because there are few""",
         ),
     ],
     ids=count(),

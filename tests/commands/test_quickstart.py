@@ -138,7 +138,7 @@ def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(command
     assert summary["seconds"] == 32.5  # of the survey and since
     documents = [json.loads((tmp_path / task / "eval/metrics.json").read_text()) for task in TASKS]
     command = f"duet quickstart sample --minutes 52 --dir {tmp_path}-next"
-    advice = f"train longer, for better and perhaps larger samples. $ {command}"
+    advice = f"train longer, for better samples, perhaps of a higher resolution: {command}"
     end = [
         "",
         *answers(*map(credible, documents)),
@@ -265,7 +265,7 @@ def test_advice_is_more_time_or_weights(commands, tmp_path, capsys, images, weig
     commands.survey, commands.machine.weights = images, weights
     assert main(["sample", "--dir", str(tmp_path), *words]) == 0
     advice = re.search("^Next: .*", capsys.readouterr().out, re.MULTILINE)[0]
-    assert advice.partition("$ ")[2] == f"duet quickstart sample {expected} --dir {tmp_path}-next"
+    assert advice.partition(": duet ")[2] == f"quickstart sample {expected} --dir {tmp_path}-next"
 
 
 def test_weights_that_are_given_are_tuned_and_those_of_the_plan(commands, tmp_path, images):

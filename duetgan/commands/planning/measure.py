@@ -245,7 +245,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
     name = network_of(state)
     if name is None:
         raise UserError(
-            f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none"
+            f"{file}: is no ResNet, ConvNeXt or EfficientNet; give another file with --weights"
         )
     return Weights(str(file), name, metadata.get("stride", "").startswith("conv1"))
 
@@ -256,7 +256,7 @@ def weights_at_hand(requested: str | None) -> Weights | None:
 def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as lines for the user: settings with reasons, lengths, and expected time."""
     if plan.quick:
-        return [*plan.notes, "only a few training steps of each (--quick)"]
+        return [*plan.notes, "only a few training steps for each network (--quick)"]
     lines = list(plan.notes)
     for task, training in plan.trainings.items():
         epochs = training.steps * training.batch_size / plan.training_images

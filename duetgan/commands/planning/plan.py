@@ -278,7 +278,7 @@ class _Choice:
         Each note is a text for the user.
         """
         survey = self.survey
-        note = f"held out: the {survey.held_out:,} images of the source's own held-out part"
+        note = f"held out: the source's own test part, {counted(survey.held_out, 'image')}"
         if self.val_share is not None:
             note = (
                 f"held out: {self.val_share:.0%}{' of each class' * self.labelled}, "
@@ -474,7 +474,7 @@ class _Choice:
         size, speed = self.gan_size(budget)
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         reason = f"{size.side} px, "
-        reason += "one network for all classes" if self.labelled else "without labels"
+        reason += "class-conditional" if self.labelled else "without labels"
         if self.ada:
             reason += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
         if self.starts(size):

@@ -215,14 +215,14 @@ class Quickstart:
         """
         plan = self.plan
         request = [word for word in plan.request if word != "--quick"]
-        step = "train longer, for better and perhaps larger samples"
+        step = "train longer, for better samples, perhaps of a higher resolution"
         options = ["--minutes", f"{min(4 * plan.minutes, WEEK):g}"]
         has_few = plan.training_images < SCRATCH_FROM
         if plan.classifier is not None and not plan.classifier.weights and has_few:
             step = "start the classifier from ImageNet weights (docs/your-data.md)"
             options = ["--weights", "resnet50-0676ba61.pth"]
         command = ["quickstart", *request, *options, "--dir", f"{display_path(self.folder)}-next"]
-        return f"{step}. $ {typed(command)}"
+        return f"{step}: {typed(command)}"
 
 
 def summarise(plan: Plan, evaluations: dict[str, dict[str, Any]], seconds: float) -> dict[str, Any]:

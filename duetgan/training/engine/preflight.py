@@ -106,8 +106,8 @@ def plan_rows(
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint
     rows["checkpoint"] = (
-        f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept and "
-        "the best"
+        f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps; "
+        f"the last {saving.keep} and the best are kept"
     )
     return rows
 

@@ -83,7 +83,7 @@ def test_every_row_of_the_plan(packed, monkeypatch):
         "batch": "24 global = 2 x 12, in micro-batches of 6",
         "optimizer": "sgd, lr 0.75 (= 0.5 x batch 24 / 16) after 3 warm-up steps, cosine",
         "classifier parameters": f"{sum(p.numel() for p in task.model.parameters()):,}",
-        "checkpoint": f"about {state_bytes(task) / 2**20:.1f} MiB, every 3 steps, 5 kept and the best",
+        "checkpoint": f"about {state_bytes(task) / 2**20:.1f} MiB, every 3 steps; the last 5 and the best are kept",
         **task.describe(),
     }
     assert grown == same | {
@@ -92,7 +92,7 @@ def test_every_row_of_the_plan(packed, monkeypatch):
         "held-out data": "none (data.val_path is not set)",
         **dict.fromkeys(("generator optimizer", "discriminator optimizer"), "adam, lr 0.0025, constant"),
         **{f"{name} parameters": f"{size:,}" for name, size in sizes.items()},
-        "checkpoint": f"about {state_bytes(growing) / 2**20:.1f} MiB, every 3 steps, 5 kept and the best",
+        "checkpoint": f"about {state_bytes(growing) / 2**20:.1f} MiB, every 3 steps; the last 5 and the best are kept",
         **growing.describe(),
     }
 
@@ -150,7 +150,7 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, c
     options = ["--max-steps", "1", "--checkpoint.every", "7", "--checkpoint.keep", "5"]
     assert train_in_process(recipe, tmp_path / "run", *options) == 0
     size = f"{planned / 2**20:.1f} MiB"
-    assert f" about {size}, every 7 steps, 5 kept and the best\n" in capsys.readouterr().err
+    assert f" about {size}, every 7 steps; the last 5 and the best are kept\n" in capsys.readouterr().err
     (path,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
     content = torch.load(path, weights_only=True)
     parts = [part for key, part in content["state"].items() if key not in ("loader", "window", "loop")]
