@@ -375,7 +375,8 @@ def evaluate_gan_run(
             notes = document["notes"] | leaks(dataset, train, reason)
             if reason:
                 notes |= {"floor": reason, "memorisation": reason}
-            interval = document["recognised_interval"]
+            is_weak = judge_skill is not None and judge_skill["is_weak"]
+            interval = None if is_weak else document["recognised_interval"]
             notes |= few_images(
                 samples.n, interval=interval, metric="recognised fraction", distances=True
             )
@@ -457,17 +458,19 @@ def weak_judges(judge: Document | None, extractors: Mapping[str, Document]) -> d
     `judge` is an item of the result of `judge_skills`. `extractors` is a dict from the name of an
     extractor to such an item.
     """
-    notes = {"recognised": _weakness(judge)} if judge and judge["is_weak"] else {}
+    notes = {"recognised": f"it {_weakness(judge)}"} if judge and judge["is_weak"] else {}
     for name, skill in extractors.items():
         if skill["is_weak"] and skill != judge:
-            notes["weak_extractors"] = f"{name}: {_weakness(skill)}"
+            notes["weak_extractors"] = f"{name} {_weakness(skill)}"
     return notes
 
 
 def _weakness(skill: Document) -> str:
     return (
-        f"the classifier is too weak to judge the GAN: it is right on {skill['accuracy']:.0%} of the real images at "
-        f"the samples' size; always predicting the most frequent class is right on {skill['majority_class_rate']:.0%}"
+        f"is right on {100 * skill['accuracy']:.0f} % of the real images at the samples' size "
+        f"(always predicting the most frequent class: {100 * skill['majority_class_rate']:.0f} %), "
+        "so the fraction of samples that it recognises, and metrics on its features, are only in "
+        "metrics.json"
     )
 
 

@@ -202,7 +202,7 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
-        "floor", "frechet floor", "Frechet distance between n real training images and the test images",
+        "floor", "frechet (training vs test)", "Frechet distance between n real training images and the test images",
         lambda samples: Measured(frechet_distance(samples.training[: samples.n], samples.counted[1])[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
@@ -213,7 +213,7 @@ GAN = [
         better="smaller", place="column", unit="", in_training=True,
     ),
     Figure(
-        "kernel_floor", "kernel floor", "squared MMD between n real training images and the test images",
+        "kernel_floor", "kernel (training vs test)", "squared MMD between n real training images and the test images",
         lambda samples: Measured(_kernel(samples.training[: samples.n], samples)[0]),
         place="column", unit="", interval=False, needs=TRAINING, in_training=True,
     ),
@@ -232,8 +232,8 @@ GAN = [
     ),
     Figure(
         "clipped_coverage", "clipped coverage",
-        "coverage (clipped): fraction of the real images' variety that the samples have; about 80 % if two of ten "
-        "equally frequent classes are missing",
+        "coverage (clipped): fraction of the real images' variety that the samples have; for comparison: a generator "
+        "that never draws two of ten equally frequent classes has about 80 %",
         lambda samples: neighbours.clipped_coverage(samples.neighbourhoods),
         better="larger", place="headline", needs=NEAR,
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from duetgan.metrics.figures import CLASSIFIER, FIGURES, GAN, UNLABELLED, Figure
 from duetgan.metrics.protocol import Document
 from duetgan.utils import extras
-from duetgan.utils.text import columns, counted, number
+from duetgan.utils.text import columns, number
 
 FEW_IMAGES = 1000  # distances between features of fewer images are rough
 WIDE_INTERVAL = 0.1  # width of an interval above which a fraction is rough
@@ -45,7 +45,21 @@ def few_images(
             f"distances of fewer than {FEW_IMAGES:,} images are rough and depend on n, so compare them only "
             "with distances of the same n, and trust only large differences"
         )
-    return {"n": f"only {counted(n, 'test image')}: {'; '.join(words)}"} if words else {}
+    return {"n": "; ".join(words)} if words else {}
+
+
+def note_lines(document: Document) -> list[str]:
+    """Return a line of text for each note of the results, with the subject of the note in front."""
+    titles = {row.key: row.title for row in FIGURES}
+    titles |= {"n": f"few test images ({plain(document.get('n'))})"}
+    titles |= {"weak_extractors": "weak classifier"}
+    if as_dict(document.get("judge")).get("is_weak"):
+        titles["recognised"] = "weak classifier"
+    lines = []
+    for key, note in as_dict(document.get("notes")).items():
+        title = titles.get(key, key.replace("_", " ") if key.isidentifier() else key)
+        lines.append(f"{title[:1].upper()}{title[1:]}: {note}")
+    return lines
 
 
 # --- numbers
@@ -108,11 +122,14 @@ def metric_values(document: Document, rows: Iterable[Figure]) -> list[tuple[Figu
 def _context(document: Document, row: Figure) -> str:
     """Return text in brackets to show after a metric's value, or "" if there is none.
 
-    The text has the 95 % interval, the number of views of each image (`--tta`), and values to
-    compare with: for the accuracy, that of always predicting the most frequent class; for the
+    The text has the 95 % interval, the extractor of the features, the number of views of each image
+    (`--tta`), and values to compare with: for the accuracy, that of always predicting the most frequent class; for the
     recognised fraction, the judge's accuracy on real images.
     """
     context = interval_words(document.get(f"{row.key}_interval"), formatter(row))
+    if row in GAN and not row.by_judge:
+        first = as_dicts(document.get("distances"))[:1]
+        context += [f"features of {extractor_name(results)}" for results in first]
     judge = as_dict(document.get("judge"))
     if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
         context.append(VIEWS[str(document["tta"])])
@@ -139,10 +156,11 @@ def copies_found(document: Document) -> list[tuple[str, str, str]]:
     if not copies:
         return []
     verdict = "copies training images" if copies.get("copies") else "no sign of copies"
-    near = f"{percent(copies.get('share'))} of the samples are unusually near to training images"
-    expected = f"{percent(copies.get('expected'))} without copying"
-    text = f"{near} ({expected}); p {plain(copies.get('p_value'))}"
-    search = f" ({copies.get('extractor')}, {plain(copies.get('searched'))} training images)"
+    near = f"{percent(copies.get('share'))} of the samples are unusually near to a training image"
+    expected = f"expected without copying: {percent(copies.get('expected'))}"
+    text = f"{near} ({expected}); p-value {plain(copies.get('p_value'))}"
+    searched = f"{plain(copies.get('searched'))} training images searched"
+    search = f" (features of {copies.get('extractor')}, {searched})"
     return [(verdict, text, search)]
 
 
@@ -240,16 +258,21 @@ def comparison_text(document: Document) -> str:
     origin = document.get("training", "one half of the reference")
     parts += ["", f"floor: the metric between {origin} and the other images of the reference"]
     text = f"{percent(copies['share'])} of the images are unusually near to the reference "
-    text += f"({percent(copies['expected'])} without copying; {copies['extractor']})"
+    expected = percent(copies["expected"])
+    text += f"(expected without copying: {expected}; features of {copies['extractor']})"
     if "training" in document:
         ((verdict, numbers, search),) = copies_found(document)
         text = f"{verdict}: {numbers}{search}"
     parts.append(f"copies: {text}")
-    return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
+    return "\n".join([*parts, *note_lines(document)])
 
 
 def results_text(document: Document) -> str:
-    """Format results as text: a heading, metrics, tables and notes."""
+    """Format results as text: a heading, metrics, tables and notes.
+
+    As in the report, metrics that depend on a weak classifier are left out.
+    """
+    document = credible(document)
     metrics = []
     rows = [row for row in FIGURES if row.place != "column"]
     for row, value, context in metric_values(document, rows):
@@ -264,7 +287,7 @@ def results_text(document: Document) -> str:
     ]
     for header, cells in tables(document):
         parts += ["", columns([header, *cells])]
-    return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
+    return "\n".join([*parts, *note_lines(document)])
 
 
 def credible(document: Document) -> Document:

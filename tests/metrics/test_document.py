@@ -112,6 +112,7 @@ class Written:
                 continue
             low, high = (formatted(row.key, end) for end in interval or (None, None))
             words = [f"95 % interval {low.removesuffix(' %')} to {high}"] if interval else []
+            words += ["features of classifier"] if row in GAN and not row.by_judge else []
             words += [extra[row.key]] if row.key in extra else []
             assert (
                 formatted(row.key, value),
@@ -136,7 +137,7 @@ def assert_pictures(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def few(interval: list[float], metric: str, extra: str = "") -> str:
     half = f"{50 * (interval[1] - interval[0]):.0f} percentage points either way"
-    return f"only {N} test images: the {metric} is uncertain by about {half}{extra}"
+    return f"the {metric} is uncertain by about {half}{extra}"
 
 
 def share(hits: Any) -> tuple[float, list[float]]:
@@ -405,8 +406,8 @@ def test_a_gan(trained, pictures, capsys):
     rough = "; distances of fewer than 1,000 images are rough and depend on n, so compare them only with "
     rough += "distances of the same n, and trust only large differences"
     smallest = np.bincount(first).min()
-    biased = f"the smallest class has {smallest} samples and {smallest} real images, so its distance is mostly the "
-    biased += "bias of small n: compare it only with distances of the same n"
+    biased = f"the smallest class has only {smallest} samples and {smallest} real images; with so few, compare only "
+    biased += "with values from as many images"
     uncertain = few(expected["recognised_interval"], "recognised fraction", rough)
     expected["notes"] = {"n": uncertain, "intra_class_frechet": biased}
     drawings = ["samples", "recognised_best", "recognised_worst", "real", "neighbours", "truncation", "mixing"]
@@ -471,8 +472,8 @@ def test_a_gan(trained, pictures, capsys):
     tile = "{:.3g}</b><span>Frechet distance between samples and real images, on features of classifier (between "
     tile += "training and test images: {:.3g}; 47 images each; 95 % interval {:.3g} to {:.3g})"
     assert tile.format(*ends) in result.text
-    near = "{} of the samples are unusually near to training images ({} without copying); "
+    near = "{} of the samples are unusually near to a training image (expected without copying: {}); "
     counts = near.format(*(formatted("accuracy", copies[key]) for key in ("share", "expected")))
-    counts += f"p {copies['p_value']:.3g} (pixels, {searched} training images)"
+    counts += f"p-value {copies['p_value']:.3g} (features of pixels, {searched} training images searched)"
     assert ("no sign of copies", counts) in result.tiles
     assert f"  no sign of copies: {counts}" in result.printed

@@ -241,11 +241,13 @@ def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test
     found = _skill(constant, test_reader, labels, None)
     assert (found["accuracy"], found["majority_class_rate"], found["is_weak"]) == (0.8, 0.8, True)
     weak, skilled = found | {"accuracy": 0.6}, found | {"is_weak": False}
-    words = "the classifier is too weak to judge the GAN: it is right on {} of the real images at the samples' size; "
-    words += "always predicting the most frequent class is right on 80%"
+    words = "is right on {} % of the real images at the samples' size (always predicting the most frequent class: "
+    words += (
+        "80 %), so the fraction of samples that it recognises, and metrics on its features, are only in metrics.json"
+    )
     told = weak_judges(found, {"x": found, "y": weak, "z": skilled})  # x is the judge
-    assert told == {"recognised": words.format("80%"), "weak_extractors": f"y: {words.format('60%')}"}
-    assert weak_judges(None, {"y": found, "z": skilled}) == {"weak_extractors": f"y: {words.format('80%')}"}
+    assert told == {"recognised": f"it {words.format(80)}", "weak_extractors": f"y {words.format(60)}"}
+    assert weak_judges(None, {"y": found, "z": skilled}) == {"weak_extractors": f"y {words.format(80)}"}
     assert weak_judges(skilled, {"x": skilled}) == {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge, "class_names", tuple(CLASSES[::-1]))

@@ -149,7 +149,7 @@ def test_intervals_solve_the_score_equation_and_stay_within_what_is_possible():
 
 
 def test_few_images_are_told_and_many_are_not():
-    words = "only 1 test image: the accuracy is uncertain by about 15 percentage points either way"
+    words = "the accuracy is uncertain by about 15 percentage points either way"
     assert few_images(1, interval=[0.3, 0.6]) == {"n": words}
     assert "same n" in few_images(999, distances=True)["n"]
     assert few_images(1000, interval=[0.5, 0.55], distances=True) == {}

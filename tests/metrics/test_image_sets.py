@@ -202,12 +202,12 @@ def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refu
         assert [re.split(r" {2,}", line) for line in lines[3:-4]] == table
         assert lines[-4:-2] == ["", f"floor: the metric between {origin} and the other images of the reference"]
         share, expected = (formatted("recall", copies[key]) for key in ("share", "expected"))
-        words = f"copies: {share} of the images .*{expected} .*pixels"
+        words = f"copies: {share} of the images .*{expected}.*pixels"
         if more:
-            words = f"copies: no sign of copies: {share} of the samples .*{expected} "
-            words += f".* p {formatted('p', copies['p_value'])} .*pixels, 90 "
+            words = f"copies: no sign of copies: {share} of the samples .*{expected}"
+            words += f".* p-value {formatted('p', copies['p_value'])} .*pixels, 90 "
         assert re.match(words, lines[-2])
-        assert lines[-1].startswith("n: only 30 test images")
+        assert lines[-1].startswith("Few test images (30): distances")
 
 
 def test_refusals_are_one_line(samples, files, tmp_path, refused):

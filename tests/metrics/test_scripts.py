@@ -83,10 +83,11 @@ class TestEvaluate:
         command = (tmp_path / "a" / "command.txt").read_text()
         assert command.startswith("python evaluate.py --checkpoint ")
         assert "--seed 3" in command
-        assert "only 40 test images" in printed
+        assert "Few test images (40): " in printed
         assert found["judge"]["is_weak"]  # it is untrained
         assert found["weak_extractors"] == names[1:]
-        assert "too weak to judge the GAN" in found["notes"]["recognised"]
+        assert f"Weak classifier: {found['notes']['recognised']}" in printed
+        assert "classifier" not in printed.partition("extractor")[2].partition("Weak classifier")[0]
 
     def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
         """U12."""

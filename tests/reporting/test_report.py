@@ -120,8 +120,8 @@ def test_report_of_a_gan_run_shows_everything_and_is_self_contained_and_escaped(
     shown = ["finished", "87.2 %", "0.438", "1,869", "60.9", "90.0 %", "step 20", "seed: 3", "a note"]
     shown += [f"python evaluate.py --seed 4 && echo {EVIL}", environment()["torch"]]
     shown += [f"step-00020000.pt, step 20000, n 2000, data test {EVIL}.lmdb, seed 4", "no sign of copies"]
-    near = "1.2 % of the samples are unusually near to training images (1.0 % without copying); p 0.25"
-    shown.append(f"{near} (pixels {EVIL}")
+    near = "1.2 % of the samples are unusually near to a training image (expected without copying: 1.0 %); p-value 0.25"
+    shown.append(f"{near} (features of pixels {EVIL}")
     assert [text for text in shown if text not in found.text] == []
     assert "script" not in found.tags
     assert "link" not in found.tags

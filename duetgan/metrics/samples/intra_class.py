@@ -40,7 +40,7 @@ def intra_class_frechet(samples: Tensor, real: Tensor, labels: Tensor, classes: 
     note = ""
     if smallest < FEW_PER_CLASS:
         note = (
-            f"the smallest class has {smallest} samples and {smallest} real images, so its distance is mostly the "
-            "bias of small n: compare it only with distances of the same n"
+            f"the smallest class has only {smallest} samples and {smallest} real images; with so "
+            "few, compare only with values from as many images"
         )
     return Measured(mean, interval, by_class, smallest, note)
