@@ -12,6 +12,7 @@ import numpy as np
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.lmdb.stored_image import visible_image
 from duetgan.data.packing import near_duplicates
+from duetgan.utils.text import counted
 
 Name = Callable[[int], str]  # number of a record -> name of the record for the user
 DIFFER = ": different labels"
@@ -175,11 +176,17 @@ def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -
 
 def count_text(report: Report) -> str:
     """Return one line with the numbers of exact duplicates, of groups, and of labelling errors."""
-    text = f"{report.exact_duplicates:,} exact duplicates"
+    count = report.exact_duplicates
+    text, none = f"{counted(count, 'exact duplicate')} of other images", "no exact duplicates"
     if report.other_file:
-        text = f"{report.exact_duplicates:,} images of {report.other_file} also in {report.file}"
-    wrong = sum(group.labels_differ for group in report.exact)
-    return f"{text}, in {len(report.exact):,} groups, {wrong:,} of them with different labels"
+        text = f"{counted(count, 'image')} of {report.other_file} also in {report.file}"
+        none = f"no image of {report.other_file} is also in {report.file}"
+    if not count:
+        return none
+    text += f", in {counted(len(report.exact), 'group')}"
+    if wrong := sum(group.labels_differ for group in report.exact):
+        text += f"; {counted(wrong, 'group')} with different labels"
+    return text
 
 
 def lines(report: Report, name: Name, other_name: Name) -> list[str]:

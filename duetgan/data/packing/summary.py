@@ -8,6 +8,12 @@ from duetgan.data.packing.sources import Problem
 from duetgan.utils.text import columns, listed
 
 LISTED = 10  # most ignored files in the summary
+# name in the metadata -> text for the user (data.images.fit)
+RESIZING = {
+    "none": "not resized",
+    "zero-pad": "larger images scaled down, smaller ones padded with zeros",
+    "centre-crop+lanczos": "centre crop, scaled by Lanczos",
+}
 
 
 @dataclass(kw_only=True)
@@ -40,7 +46,7 @@ class Summary:
             ("source", meta.source),
             ("images", f"{meta.count:,}, {side}, {image.words}"),
             ("time", f"{self.seconds:.1f} s, {count / self.seconds:,.0f} images/s"),
-            ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
+            ("encoding", f"{meta.encoding}, {resizing_text(meta.resize_filter)}"),
             ("resolutions", " ".join(map(str, meta.resolutions))),
             ("classes", str(len(meta.classes) or "none, unlabelled")),
         ]
@@ -54,3 +60,10 @@ class Summary:
         if self.ignored:
             rows.append(("ignored", f"{len(self.ignored):,}: {listed(self.ignored, LISTED)}"))
         return columns(rows, "<").splitlines()
+
+
+def resizing_text(resize_filter: str) -> str:
+    """Return a text that tells how images were resized, for the metadata's `resize_filter`."""
+    full = resize_filter.removesuffix("+2x2-mean")
+    text = RESIZING.get(full, full)
+    return text if full == resize_filter else f"{text}; lower resolutions by means of 2x2 pixels"

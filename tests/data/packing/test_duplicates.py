@@ -179,7 +179,7 @@ def test_find(planted, monkeypatch):
     of = {pair.record: f"{pair.correlation:.3f}" for pair in report.near}
     name = naming(LMDBReader(planted))
     assert lines(report, name, name) == [
-        "3 exact duplicates, in 2 groups, 1 of them with different labels",
+        "3 exact duplicates of other images, in 2 groups; 1 group with different labels",
         "  3 (cat), 20 (cat), 21 (dog): different labels",
         "  4 (dog), 22 (dog)",
         "2 pairs of near duplicates",
@@ -201,7 +201,7 @@ def test_leaks(planted, tmp_path):
     assert report.exact_duplicates == 3
     names = naming(LMDBReader(planted)), naming(LMDBReader(tmp_path / "b.lmdb"))
     assert lines(report, *names)[:4] == [
-        f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
+        f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups; 1 group with different labels",
         "  3 (cat), 20 (cat), 21 (dog) = 5 (dog): different labels",
         "  7 (dog) = 6 (dog), 7 (dog)",
         "1 pairs of near duplicates",

@@ -129,7 +129,10 @@ def test_pyramid(photos, capsys):
     large = reader.read(range(4))[0].astype(float)
     small = Dataset(reader.path, resolution=16).read(range(4))[0]
     np.testing.assert_array_equal(small, np.floor(large.reshape(4, 3, 16, 2, 16, 2).mean((3, 5)) + 0.5))
-    assert ["resolutions", "8 16 32"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert ["resolutions", "8 16 32"] in rows
+    resized = "centre crop, scaled by Lanczos; lower resolutions by means of 2x2 pixels"
+    assert ["encoding", f"raw, {resized}"] in rows
     assert packed(photos, "--pyramid", "4").meta.resize_filter == "none+2x2-mean"
     whole = packed(photos, "--pyramid", "8").meta
     assert (whole.resolutions, whole.resize_filter) == ([8], "none")
