@@ -44,11 +44,11 @@ class GAN(lightning.LightningModule):
         logits = self.d(real, labels)
         total = self.loss.real(logits).mean() + self.loss.fake(self.d(fake, labels)).mean()
         if real.requires_grad:
-            total = total + self.r1_every * self.gamma / 2 * squared_gradient_norm(logits, real, scale=1.0).mean()
+            total = total + self.r1_every * self.gamma / 2 * squared_gradient_norm(logits, real).mean()
         d_optimizer.zero_grad()
         self.manual_backward(total)
         d_optimizer.step()
-        self.average.update(self.g, half_life_beta(size, step * size, half_life_images=10_000, ramp=0.05))
+        self.average.update(self.g, half_life_beta(size, step * size, half_life_images=10_000))
         self.log("discriminator", total.detach(), prog_bar=True)
 
 

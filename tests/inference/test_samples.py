@@ -57,7 +57,7 @@ def test_classes_are_chosen_by_name_and_fit_the_generator(generator):
         ("dark,dark", names, "named twice"),
         ("dark", [], "unconditional"),
     ):
-        assert_raises(UserError, message, chosen_classes, text, classes)
+        assert_raises(UserError, message, chosen_classes, text, classes, None)
     for model, chosen in ((generator, []), (styled(classes=0), [0])):
         assert_raises(ValueError, "conditional", sampler_of, model, chosen=chosen)
 
@@ -136,7 +136,9 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
         with Image.open(path) as file:
             assert file.info == {"seed": name[7], "class": name[9:-4]}
     twice = sampler_of(generator, chosen=[0], sources=[4, 4])
-    assert_raises(UserError, "two images would have one name", draw_grid, twice, tmp_path / "twice", names=CLASSES)
+    assert_raises(
+        UserError, "two images would have one name", draw_grid, twice, tmp_path / "twice", count=None, names=CLASSES
+    )
 
 
 def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):

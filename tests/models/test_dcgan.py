@@ -109,7 +109,7 @@ def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
 def test_the_slope_of_the_logits_is_bounded_and_widths_double_towards_4_px():
     discriminator = networks(classes=0)[1]
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64, requires_grad=True)
-    slopes = squared_gradient_norm(discriminator(images), images, scale=1.0).sqrt().detach()
+    slopes = squared_gradient_norm(discriminator(images), images).sqrt().detach()
     # a kernel of norm 1 is a convolution of norm at most its side (1802.05957, section 2.1): 3 and, strided, 4 / 2
     assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2 * dcgan.GAIN**5
     assert dcgan.DcganConfig(width=64).widths(32) == [512, 256, 128, 64]

@@ -74,8 +74,8 @@ def test_scaled_activation(noise, layout):
     found = scaled_activation(x.to(memory_format=layout), scale, bias, extra, limit=None)
     close(found, np.where(sums > 0, sums, LEAKY_SLOPE * sums))
     assert found.is_contiguous(memory_format=layout)
-    assert torch.autograd.gradcheck(scaled_activation, (x, scale, bias, extra))
-    assert torch.autograd.gradgradcheck(scaled_activation, (x, scale, bias, extra))
+    assert torch.autograd.gradcheck(scaled_activation, (x, scale, bias, extra, None))
+    assert torch.autograd.gradgradcheck(scaled_activation, (x, scale, bias, extra, None))
 
 
 def test_scaled_activation_makes_only_the_gradients_that_are_wanted():

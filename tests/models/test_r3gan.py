@@ -132,7 +132,7 @@ def penalised(network, images, labels, dtype=None):
     real, fake = (image.clone().requires_grad_() for image in images)
     with autocast(dtype):
         logits = network(real, labels), network(fake, labels)
-    penalty = squared_gradient_norm(logits[0], real, scale=1.0) + squared_gradient_norm(logits[1], fake, scale=1.0)
+    penalty = squared_gradient_norm(logits[0], real) + squared_gradient_norm(logits[1], fake)
     (torch.nn.functional.softplus(logits[1] - logits[0]) + 0.5 * penalty).mean().backward()
     return gradients(network)
 

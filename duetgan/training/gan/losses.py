@@ -77,7 +77,7 @@ OBJECTIVES = {
 # --- penalties
 
 
-def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float) -> Tensor:
+def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:
     """Return ||grad_x D(x)||^2 for each image [N], with a graph for the double backward.
 
     This is R1 for real images (Mescheder et al. 1801.04406) and R2 for generated ones.
@@ -116,9 +116,9 @@ def path_lengths(
     images: Tensor,  # [N, C, H, W], generated from `ws`
     ws: Tensor,  # [N, L, w_dim], part of the graph of `images`
     noise: Tensor,  # [N, C, H, W] of N(0, 1)
-    scale: Tensor | float,
+    scale: Tensor | float = 1.0,
     *,
-    create_graph: bool,
+    create_graph: bool = True,
 ) -> Tensor:
     """Return the path length |J_w^T y| of each sample [N] with y = noise / sqrt(H W).
 

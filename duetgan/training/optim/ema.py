@@ -82,7 +82,7 @@ class EMA(Generic[Network]):
 
 
 def half_life_beta(
-    batch_size: int, images_seen: int, half_life_images: float, ramp: float | None
+    batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05
 ) -> float:
     """Return beta, the weight of the previous average, for a half-life in images (StyleGAN2-ADA).
 

@@ -120,7 +120,7 @@ def test_writer_refuses_what_does_not_fit_and_leaves_nothing(tmp_path):
     with LMDBWriter(tmp_path / "x.lmdb", Layout.of(ImageSpec(3, 8, 8)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
-            assert_raises(ValueError, "image", add_image, writer, wrong)
+            assert_raises(ValueError, "image", add_image, writer, wrong, 0)
         assert_raises(ValueError, "label 3", add_image, writer, good, 3)
         assert_raises(ValueError, "no images", writer.finish)
     assert_raises(ValueError, "do not fit", Layout.of, ImageSpec(3, 8, 8), "source")

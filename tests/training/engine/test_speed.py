@@ -131,9 +131,9 @@ def test_a_recipes_speed(packed, tmp_path, monkeypatch):
     assert measure_recipe(recipe, ["--precision", "fp32"], device="cpu") == ("fp32", 8.0)
     monkeypatch.setattr(speed, "seconds_per_image", short)
     raised: Exception = MemoryError()
-    assert_raises(UserError, "memory runs out in a step", measure_recipe, recipe, device="cpu")
+    assert_raises(UserError, "memory runs out in a step", measure_recipe, recipe, [], device="cpu")
     raised = RuntimeError("another fault")
-    assert_raises(RuntimeError, "another fault", measure_recipe, recipe, device="cpu")
+    assert_raises(RuntimeError, "another fault", measure_recipe, recipe, [], device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def draw(*shape):
 
 
 def lengths(images, ws, scale):
-    return losses.path_lengths(images, ws, draw(3, 1, 2, 3), scale, create_graph=True)
+    return losses.path_lengths(images, ws, draw(3, 1, 2, 3), scale)
 
 
 def of_logits(penalty):
@@ -91,7 +91,7 @@ def test_tiny_gradients_of_fp16_and_no_slope_at_all():
     def logits():
         return (images.square() * 1e-4).float().mul(1e-4).sum(dim=(1, 2, 3))  # its gradient underflows in fp16
 
-    assert losses.squared_gradient_norm(logits(), images, scale=1.0).eq(0).all()
+    assert losses.squared_gradient_norm(logits(), images).eq(0).all()
     scaled = losses.squared_gradient_norm(logits(), images, 2.0**14)
     torch.testing.assert_close(scaled, torch.full((2,), 1e-16), rtol=0.02, atol=0)
     images = draw(4, 2, 3, 3).requires_grad_()
@@ -133,11 +133,11 @@ def test_both_penalties_pass_gradcheck_by_the_parameters(channels, classes, samp
     z, noise = draw(samples, 3), draw(samples, channels, 8, 8)
 
     def r1(network):
-        return losses.squared_gradient_norm(network(images, labels), images, scale=1.0).sum()
+        return losses.squared_gradient_norm(network(images, labels), images).sum()
 
     def path(network):
         ws = network.mapping(z, labels)[:, None].expand(-1, network.num_ws, -1)
-        lengths = losses.path_lengths(network.synthesis(ws, "const"), ws, noise, scale=1.0, create_graph=True)
+        lengths = losses.path_lengths(network.synthesis(ws, "const"), ws, noise)
         return (lengths - 0.3).square().sum()
 
     for network, penalty in ((critic, r1), (model, path)):
