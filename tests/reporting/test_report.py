@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from duetgan.metrics.tables import credible
+from duetgan.metrics.tables import credible, note_lines
 from duetgan.reporting.pictures import LARGEST_SIDE, MOST_SAMPLES, samples
-from duetgan.reporting.report import write_quickstart_report, write_report
+from duetgan.reporting.report import charts, write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
 from duetgan.utils.runlog.versions import environment
@@ -313,3 +313,34 @@ def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order
         save_grid(tmp_path / "samples" / f"step-{step:08d}.png")
         assert len(samples(Run(tmp_path))) <= MOST_SAMPLES
     assert [grid["caption"] for grid in samples(Run(tmp_path))][-2:] == ["step 28", "step 30"]
+
+
+def test_notes_have_titles_instead_of_keys():
+    notes = {"n": "x", "recognised": "it y", "weak_extractors": "z", "training_images": "a", "frechet": "b"}
+    notes |= {"classifier:runs/my_run": "c", "intra_class_frechet": "d"}
+    lines = ["Few test images (120): x", "Weak classifier: it y", "Weak classifier: z", "Training images: a"]
+    lines += ["Frechet: b", "Classifier:runs/my_run: c", "Frechet within classes: d"]
+    assert note_lines({"n": 120, "notes": notes, "judge": {"is_weak": True}}) == lines
+    assert note_lines({"notes": {"recognised": "no"}, "judge": None}) == ["Recognised: no"]
+    assert note_lines({"notes": []}) == []
+
+
+def test_a_chart_title_names_only_the_curves_that_are_there(tmp_path):
+    row = {"step": 1, "logits/real_sign": 0.5, "loss/auxiliary": 1.0, "loss/auxiliary_real": 2.0}
+    write(tmp_path / "metrics.jsonl", json.dumps(row | {"accuracy/auxiliary": 0.25}))
+    head = "D's class head: loss on samples (auxiliary) and on real images (auxiliary_real)"
+    titles = ["mean sign of D(real)", head, "D's class head: accuracy"]
+    assert [chart.title for chart in charts(Run(tmp_path))] == titles
+    write(tmp_path / "metrics.jsonl", json.dumps({"step": 1, "logits/real_sign": 0.5, "ada/p": 0.25}))
+    assert [chart.title for chart in charts(Run(tmp_path))] == ["augmentation: strength p and mean sign of D(real)"]
+
+
+@pytest.mark.parametrize("groups", [None, 7])
+def test_a_data_table_has_groups_if_there_are_any(tmp_path, groups):
+    write(tmp_path / "gan" / "config.yaml", "task: gan\n")
+    data = {"path": "a.lmdb", "count": 5} | ({"groups": groups} if groups else {})
+    write(tmp_path / "gan" / "data.json", {"training": data})
+    text = page(write_report(tmp_path / "gan")).text
+    assert ("groups of images kept together" in text) == bool(groups)
+    assert "Run gan (gan)" not in text  # the task is the name
+    assert "Commands to repeat this run" in text
