@@ -99,7 +99,7 @@ def test_mean_of_each_class_on_its_own():
     mean, half = sum(values) / 3, 1.959964 * sum(variances) ** 0.5 / 3
     assert [result.value, *(result.interval or ())] == pytest.approx([mean, mean - half, mean + half])
     assert result.images == 30
-    assert "the smallest class has 30 samples and 30 real images" in result.note
+    assert "the smallest class has only 30 samples and 30 real images" in result.note
     for n in (499, 500):
         one = intra_class_frechet(standard(n, 2, 0), standard(n, 2, 1), torch.zeros(n, dtype=torch.int64), 1)
         assert bool(one.note) == (n == 499)
