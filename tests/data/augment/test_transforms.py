@@ -240,6 +240,7 @@ def test_one_of_both_for_each_image_and_only_some(monkeypatch):
     [
         *((Augment, wrong) for wrong in ({"shift": -1}, {"shift": 2**63 - 1}, {"erase": 1.5}, {"erase": -0.1})),
         *((MixingAugment, w) for w in ({"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1})),
+        *((kind, {"own": ("nowhere",)}) for kind in (Augment, MixingAugment)),
     ],
 )
 def test_settings_out_of_range(config, wrong):
