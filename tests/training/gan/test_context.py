@@ -15,6 +15,7 @@ from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.training.gan import evaluation
 from duetgan.training.gan.batch import StepSlice
 from duetgan.training.gan.draws import GanDraws
+from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.distributed.worker import GAN
@@ -51,12 +52,14 @@ def same_draws(one, other):
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-def test_half_a_share_is_done_once_where_micro_batches_do_not_divide_it():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_half_a_batch_is_done_once_where_micro_batches_do_not_divide_it(monkeypatch, rank):
     """Of a batch of 48 on two ranks, in micro-batches of 8: the second rank's half begins at row 12."""
-    share = StepSlice(step=0, batch_size=48, size=24, micro=8, first=0, metrics={}).half()
-    rows = share.micro_batches()
-    assert [(each.start, each.stop) for each in rows] == [(0, 8), (8, 12)]
-    assert [share.is_last(each) for each in rows] == [False, True]
+    monkeypatch.setattr(collectives, "rank", lambda: rank)
+    half = StepSlice(step=0, batch_size=48, size=24, micro=8, first=24 * rank, metrics={}).half()
+    rows = half.micro_batches()
+    assert [(each.start - 12 * rank, each.stop - 12 * rank) for each in rows] == [(0, 8), (8, 12)]
+    assert [half.is_last(each) for each in rows] == [False, True]
 
 
 def test_a_draw_depends_on_its_key_alone(model):
