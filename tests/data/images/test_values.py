@@ -157,6 +157,12 @@ def test_orders_of_memory_and_bytes(order, kind):
             "RGB, 16 bits",
             "1 of grey, 16",
         ),
+        (
+            {"a.png": png(NUMBERS), "b.png": png((NUMBERS >> 8).astype(np.uint8))},
+            {"depth": "auto"},
+            "RGB, 16 bits",
+            "1 of RGB, 16",
+        ),
         ({"a.npy": npy(FLOATS)}, {}, "5 channels, floats", "1 of 5 channels, floats: taken as"),
         ({"a.npy": npy(FLOATS)}, {"value_range": (-4.0, 4.0)}, "5 channels, floats (-4 to 4)", ""),
         ({"a.png": png(np.zeros((8, 8, 3), np.uint8))}, {"channels": 4}, "RGB + alpha", ""),

@@ -102,6 +102,12 @@ def test_verify_compares_with_the_metadata_and_the_labels_of_the_resolutions(tmp
     assert verify(LMDBReader(first)).content == "the labels differ between the resolutions"
 
 
+def test_verify_counts_label_sets_that_no_image_has(tmp_path):
+    sets = [[], [0], [1], [0, 1], [2]]
+    pack_arrays(tmp_path / "x.lmdb", sample_images(4), np.array([0, 1, 2, 2]), CLASSES, label_sets=sets)
+    assert not verify(LMDBReader(tmp_path / "x.lmdb"))
+
+
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
 def test_verify_does_not_depend_on_the_number_of_threads(tmp_path, encoding, small_blocks):
     path = tmp_path / "x.lmdb"
