@@ -166,3 +166,10 @@ def test_leaks_are_counted_pixel_for_pixel(tmp_path):
             assert leaks(reader, other, reason="") == {}
         with Dataset(pack(tmp_path / "c.lmdb", seed=1, count=30, side=32)) as larger:
             assert leaks(reader, larger, reason="") == {}
+
+
+def test_a_distance_has_the_upper_half_of_its_interval_beside_it():
+    """The lower half is shorter where the interval is cut off at 0."""
+    row = {"extractor": "pixels", "n": 5, "frechet": 1.0, "frechet_interval": [0.0, 4.0]}
+    (table,) = [table for table in tables.tables({"distances": [row]}) if "frechet" in table[0]]
+    assert "1 ± 3" in table[1][0]

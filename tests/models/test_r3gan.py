@@ -246,3 +246,9 @@ def test_channels_last_is_kept_through_the_stages_and_changes_no_number():
 def test_sizes_that_do_not_work(settings, resolution, message):
     for build in (build_g, build_d):
         assert_raises(UserError, message, build, resolution, **settings)
+
+
+def test_widths_halve_with_every_doubling_above_a_size_also_for_96_px():
+    sizes = R3GeneratorConfig(width=64, cardinality=16, full_width_up_to=16).sizes(96)
+    assert [(side, width) for side, width, _ in sizes if side > 12] == [(24, 64), (48, 32), (96, 16)]
+    assert all(width == 4 * cardinality for _, width, cardinality in sizes)

@@ -309,10 +309,10 @@ def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order
     run = Run(tmp_path)
     assert [path.name for path in run.samples] == ["step-00000002.png", "step-00000010.png"]
     assert [path.name for path in run.images] == ["c.png", "a.png"]
-    for step in range(20, 31):
+    for step in range(20, 32):
         save_grid(tmp_path / "samples" / f"step-{step:08d}.png")
         assert len(samples(Run(tmp_path))) <= MOST_SAMPLES
-    assert [grid["caption"] for grid in samples(Run(tmp_path))][-2:] == ["step 28", "step 30"]
+    assert [grid["caption"] for grid in samples(Run(tmp_path))][-2:] == ["step 29", "step 31"]
 
 
 def test_notes_have_titles_instead_of_keys():
