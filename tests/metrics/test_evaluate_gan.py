@@ -240,6 +240,9 @@ def test_a_judge_of_rare_classes_is_measured_by_the_mean_of_the_classes_too(test
     constant = torch.tensor([1.0, 0.0, 0.0]).double().expand(100, 3)
     found = _skill(constant, test_reader, labels, None)
     assert (found["accuracy"], found["majority_class_rate"], found["is_weak"]) == (0.8, 0.8, True)
+    two = np.repeat([0, 1], [80, 20])  # no image of the third class: guessing is right on half of a class's images
+    guessing = torch.eye(3)[np.where(np.r_[np.arange(80) < 52, np.arange(20) < 13], two, 1 - two)].double()
+    assert _skill(guessing, test_reader, two, None)["is_weak"]
     weak, skilled = found | {"accuracy": 0.6}, found | {"is_weak": False}
     words = "is right on {} % of the real images at the samples' size (always predicting the most frequent class: "
     words += (
