@@ -144,8 +144,9 @@ def channels_last(array: np.ndarray) -> np.ndarray:
     """Move the channels of an image to the last axis: [H, W, C]. An image [H, W] gets one channel.
 
     The channels are in the first or the last axis, whichever has at most MOST_CHANNELS entries. If
-    both axes have so few, the channels are in the last one, except for shapes like [3, 8, 8], in
-    which only the other two axes are equal. Raises ImageError if neither axis is possible.
+    both axes have so few, the channels are in the first one for shapes like [3, 8, 8], whose last
+    two axes are equal and differ from the first, and in the last one for all others. Raises
+    ImageError if neither axis is possible.
     """
     if array.ndim == 2:
         return array[..., None]

@@ -141,8 +141,9 @@ def seconds_per_image(config: RunConfig, dataset: Dataset, device: torch.device)
     """Return the training time of one process per image, in seconds.
 
     Steps are measured with two batch sizes; with the larger one a step takes about TARGET_SECONDS.
-    The difference between the two durations is the time of the additional images. So work that does
-    not depend on the batch size, such as the optimizer's, is counted once per step.
+    The difference between the two durations gives the time of each additional image. With it, the
+    duration of a step of `batch_size` images is extrapolated, and divided by their number. So work
+    that does not depend on the batch size, such as the optimizer's, is counted once per step.
 
     The result includes a GAN's penalties, averaged over the steps. It does not include reading,
     compilation, evaluations, or the overhead of further micro-batches.
