@@ -2,17 +2,19 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from duetgan.commands import generate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.inference import dataset
-from duetgan.inference.dataset import provenance, write_dataset
+from duetgan.inference.dataset import predicted_labels, provenance, write_dataset, write_labelled
 from duetgan.metrics.features.extractors import fingerprint
-from duetgan.models.restore import generator_from
-from duetgan.utils.checkpoint import file_sha256, resolve
+from duetgan.models.restore import classifier_from, generator_from
+from duetgan.utils.checkpoint import file_sha256, load, resolve
 from duetgan.utils.errors import UserError
 from tests.inference.conftest import sampler_of, styled, without_w
+from tests.metrics.conftest import pack
 
 
 def written(sampler, checkpoint, path, **options):
@@ -133,3 +135,43 @@ def test_it_says_where_it_comes_from(runs, checkpoint):
         ({"numpy_latents": True}, "latents numpy"),
     ):
         assert told in provenance(path, checkpoint, sampler_of(generator_from(checkpoint), **options))
+
+
+def test_images_with_new_labels_keep_their_pixels_and_their_origin(generator, checkpoint, tmp_path):
+    """The resize filter is the first file's, the passport the first that a file has, and raw is raw if the first is."""
+    real, drawn, more = (tmp_path / f"{name}.lmdb" for name in ("real", "drawn", "more"))
+    pack(real, count=9, resize_filter="centre-crop+lanczos")
+    for path, seed, encoding in ((drawn, 5, "png"), (more, 6, "raw")):
+        written(sampler_of(generator, seed=seed), checkpoint, path, count=6, encoding=encoding)
+    for names, encoding, resize_filter, seed in (
+        ((real, drawn, more), "raw", "centre-crop+lanczos", 5),
+        ((drawn, real), "png", "zero-pad", 5),
+        ((more, drawn), "raw", "zero-pad", 6),
+        ((real,), "raw", "centre-crop+lanczos", None),
+    ):
+        readers = [Dataset(name) for name in names]
+        parts = [(reader, [4, 1], np.array([number % 2, 2])) for number, reader in enumerate(readers)]
+        out = tmp_path / "out.lmdb"
+        meta = write_labelled(out, parts, ["x", "y", "z"], source="labelled by hand", overwrite=True)
+        assert (meta.encoding, meta.resize_filter, meta.source) == (encoding, resize_filter, "labelled by hand")
+        assert (meta.passport or {}).get("seed") == seed
+        with Dataset(out) as reader:
+            images, labels = reader.read(range(2 * len(parts)))
+            assert (reader.classes, labels.tolist()) == (["x", "y", "z"], [0, 2, 1, 2, 0, 2][: len(images)])
+        np.testing.assert_array_equal(images, np.concatenate([each.read([4, 1])[0] for each in readers]))
+    with pytest.raises(UserError, match=r"out\.lmdb exists"):
+        write_labelled(out, parts, ["x", "y", "z"], source="", overwrite=False)
+    write_labelled(out, parts, ["x", "y", "z"], source="", encoding="png", overwrite=True)
+    with Dataset(out) as reader:
+        assert reader.meta.encoding == "png"
+
+
+def test_predicted_labels_are_those_of_the_most_probable_class(runs, tmp_path):
+    network = classifier_from(load(resolve(runs["classifier"])))
+    with Dataset(pack(tmp_path / "x.lmdb", count=11, seed=3)) as reader:
+        labels, shares = predicted_labels(network, reader, batch_size=4)
+        pixels = torch.from_numpy(reader.read(range(11))[0])
+    with torch.no_grad():
+        expected = network(network.spec.to_float(pixels, channels_last=False)).double().softmax(1)
+    assert labels.tolist() == expected.argmax(1).tolist()
+    np.testing.assert_allclose(shares, expected.amax(1), rtol=1e-5)

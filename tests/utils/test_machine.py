@@ -3,6 +3,8 @@
 import ctypes
 import functools
 import json
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -230,3 +232,29 @@ def test_available_memory_and_cores(system, monkeypatch):
     assert machine.cores() == 1
     system(cpu_max="max 100000\n")
     assert machine.cores() == 2
+
+
+def test_memory_of_accelerators_is_in_bytes_of_one_or_of_all(monkeypatch, system):
+    """Total: of the device of a network, or of all if it is split. Peak: of tensors, on all of them."""
+    device = torch.device("cuda", 1)
+    memory = {0: (10, 1000), 1: (20, 3000), 2: (30, 7000)}  # free, total
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda each: memory[getattr(each, "index", each)])
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda each: 5 * 10**each)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda each: 1)
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda each: 2)
+    assert [machine.total_bytes(device, several=several) for several in (False, True)] == [3000, 11000]
+    assert machine.peak_bytes(device) == 555
+    cpu = torch.device("cpu")
+    every = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert usage <= machine.peak_bytes(cpu) / (1 if sys.platform == "darwin" else 1024) < 2 * usage
+    for limit, expected in ((None, every), ("max", every), (f"{2**70}", every), ("12345", 12345)):
+        if limit:
+            system(memory_max=f"{limit}\n")
+        assert machine.total_bytes(cpu, several=False) == expected
+
+
+def test_the_load_is_told_in_cores_of_the_machine(cores):
+    cores(9, 4)
+    assert machine.load_text(2.25) == "other programs take 2.2 of 9 cores"

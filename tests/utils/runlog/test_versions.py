@@ -1,10 +1,15 @@
 """The commit that a result comes from."""
 
+import importlib.metadata
+import os
+import platform
 import subprocess
 
 import pytest
+import torch
+import torchvision
 
-from duetgan.utils.runlog.versions import ROOT, commit, environment
+from duetgan.utils.runlog.versions import ROOT, commit, environment, versions
 
 
 def git(folder, *arguments):
@@ -63,3 +68,24 @@ def test_for_people_a_dirty_commit_has_local_changes(monkeypatch):
         "duetgan.utils.runlog.versions.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None
     )
     assert environment()["commit"] == "0123456789ab with local changes"
+
+
+def test_each_version_is_that_of_its_own_package(monkeypatch):
+    monkeypatch.setattr("duetgan.utils.runlog.versions.commit", lambda checkout: f"commit of {checkout.name}")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: f"version of {package}")
+    for name in ("python_version", "platform", "processor"):
+        monkeypatch.setattr(platform, name, lambda name=name: f"this {name}")
+    monkeypatch.setattr(os, "cpu_count", lambda: 77)
+    monkeypatch.setattr(torch, "__version__", "1.2+x")
+    monkeypatch.setattr(torchvision, "__version__", "3.4+y")
+    git = f"commit of {ROOT.name}"
+    python = {"python": "this python_version"}
+    assert versions() == {**python, "torch": "1.2+x", "torchvision": "3.4+y", "git": git}
+    found = environment()
+    found.pop("accelerator", None)
+    packages = {name: f"version of {name}" for name in ("torch", "torchvision", "numpy", "lmdb")}
+    place = {"platform": "this platform", "processor": "this processor", "cores": "77"}
+    assert found == {**python, **packages, **place, "commit": git}
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "this machine")
+    assert environment()["processor"] == "this machine"
