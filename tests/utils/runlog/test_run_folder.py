@@ -2,6 +2,9 @@ import errno
 import json
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -52,6 +55,32 @@ def test_another_runs_folder_is_refused_before_torch_is_imported(tmp_path, monke
     first.close()
     assert_raises(ModuleNotFoundError, r"training\.engine\.run", run_cli, train.main, arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "words", "holds"),
+    [(0, 0, [], True), (2, 0, [], False), (0, 0, ["--dry-run"], False), (1, 1, ["--device", "cpu"], False)],
+)
+def test_rank_0_holds_the_folder_and_no_other_machines_first_rank(
+    tmp_path, monkeypatch, rank, local_rank, words, holds
+):
+    seen: list[object] = []
+
+    def run(config, overrides, *, run_dir, device, **options):
+        locks = [path.read_text() for path in tmp_path.glob("run/.lock")]
+        seen.extend([Path(config).name, overrides, run_dir.path, device, locks])
+        return 7
+
+    engine: Any = ModuleType("duetgan.training.engine.run")
+    engine.train = run
+    monkeypatch.setitem(sys.modules, "duetgan.training.engine.run", engine)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    arguments = ["--config", "configs/quickstart_gan.yaml", "--run-dir", str(tmp_path / "run"), "--steps", "9"]
+    assert run_cli(train.main, [*arguments, *words]) == 7
+    device = "cpu" if "cpu" in words else None
+    locks = [str(os.getpid())] * holds
+    assert seen == ["quickstart_gan.yaml", ["--steps", "9"], tmp_path / "run", device, locks]
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
@@ -165,3 +194,18 @@ def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
         assert json.loads((tmp_path / "status.json").read_text())["seconds"] == expected
     (tmp_path / "status.json").write_text("{")
     RunFolder(tmp_path).open()
+
+
+def test_an_older_config_gets_the_defaults_of_missing_keys_and_harmless_changes_are_named(tmp_path):
+    defaults = {"task": "gan", "steps": 5, "threads": "auto", "data": {"crop": 0, "mix": {}}, "generator": {"z_dim": 8}}
+    saved = {"task": "gan", "threads": 2, "gone": 1, "data": {"mix": {"x": 1}, "old": 3}}
+    now = defaults | {"steps": 7, "threads": 3, "data": {"crop": 4, "mix": {"x": 2}}}
+    begin = "config changed since the last start: "
+    changes = ["data.crop was 0, is 4", "data.mix.x was 1, is 2", "steps was 5, is 7", "threads was 2, is 3"]
+    changes[3] += "; not the same to the bit from here on"
+    folder = holding(tmp_path, saved)
+    assert folder.accept_config(now, defaults=defaults) == [f"{begin}{change}" for change in changes]
+    folder.save_config(saved | {"threads": "auto", "steps": 7, "data": now["data"]}, data=None)
+    assert folder.accept_config(now, defaults=defaults) == [f"{begin}threads was 'auto', is 3"]
+    other = now | {"generator": {"z_dim": 9}}
+    assert_raises(UserError, r"\(generator.z_dim: 8 there, 9 now\)", folder.accept_config, other, defaults=defaults)
