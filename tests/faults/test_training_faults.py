@@ -168,6 +168,28 @@ def test_what_is_compared(tmp_path):
     assert (prints != changed).tolist() == [True, False]
 
 
+def test_what_ranks_do_beside_their_steps(monkeypatch):
+    """The timeout of the start is in force until the first step has ended."""
+    calls: list[Any] = []
+    monkeypatch.setattr(collectives, "set_timeout", calls.append)
+    monkeypatch.setattr(health, "check_equal", lambda *arguments: calls.append(arguments))
+    config = SimpleNamespace(distributed=SimpleNamespace(timeout=7.0, start_timeout=99.0))
+    task, heartbeat = SimpleNamespace(registry=lambda: "the task's"), SimpleNamespace(step=-1)
+    loop: Any = SimpleNamespace(
+        step=0, config=config, task=task, registry=lambda: "all", loader=SimpleNamespace(device="meta")
+    )
+    beat: Any = health.Beat(heartbeat)  # type: ignore[arg-type]
+    callbacks = [health.FirstStep(), health.EqualWeights(3), beat]
+    for step in range(7):
+        for callback in callbacks:
+            callback.before_step(loop)
+        assert heartbeat.step == step
+        loop.step += 1
+        for callback in callbacks:
+            callback.after_step(loop, {})
+    assert calls == [7.0, ("the task's", 3, "meta"), ("the task's", 6, "meta")]
+
+
 GONE, SILENT = (SimpleNamespace(rank=rank, reason=f"rank {rank} left", gone=rank != 3) for rank in (0, 3))
 
 

@@ -11,6 +11,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.training.base.data import open_training
+from duetgan.training.classifier.loss import Targets
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
@@ -61,6 +62,23 @@ def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taug
         assert pupil.may_not_judge(Lineage.of(), "own", {first.meta.content_hash}) == "was trained on the test images"
     assert "supplied a loss" in pupil.may_not_judge(taught, "own", set())
     assert pupil.may_not_judge(Lineage.of(teachers=["another"]), "own", set()) == ""
+
+
+def test_a_teacher_answers_in_the_runs_precision_and_weights_keep_their_own_lineage(files):
+    config = config_of(files).changed(precision="bf16")
+    task, precise = ClassifierTask(config, open_training(config.data), None, CPU), []
+    lineages = [Lineage.of(trained_on=["own"]), task.lineage()]
+    task.model.lineage = lineages[0]
+    assert set(task.lineage().trained_on) == {"own", *lineages[1].trained_on}
+    assert task.lineage().teachers == lineages[1].teachers
+
+    def teacher(images: torch.Tensor) -> torch.Tensor:
+        precise.append(torch.is_autocast_enabled("cpu"))
+        return torch.zeros(len(images), 3)
+
+    task.criterion.teacher = teacher  # type: ignore[assignment]
+    task.criterion(torch.zeros(2, 3), Targets(torch.tensor([0, 1])), torch.zeros(2, 1, 16, 16))
+    assert precise == [True]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from duetgan.data.augment.transforms import draw_and_apply
+from duetgan.data.augment.transforms import draw_and_apply, draw_mixing
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
 from duetgan.models.classifier import Classifier
+from duetgan.training.base import graphs
 from duetgan.training.base.data import make_loader
 from duetgan.training.classifier import replica
+from duetgan.training.classifier.network import PLACEMENTS
 from duetgan.training.classifier.probe import ProbeSummary
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
@@ -114,6 +116,9 @@ def test_the_first_images_of_a_batch_are_shown_in_whole_pairs(packed, tmp_path, 
         expected = grid(torch.from_numpy(first[:shown]), spec=dataset.spec)
         np.testing.assert_array_equal(task.sample_grid(0), expected)
     assert task.sample_grid(1) is None
+    ((network, (image,)),) = task.networks().values()
+    assert network is task.ema.model
+    assert image.shape == (1, 1, 16, 16)
 
 
 def test_images_of_16_bits_are_scaled_before_they_are_augmented(tmp_path, packed):
@@ -137,6 +142,59 @@ def test_ranks_send_what_the_config_says(packed, monkeypatch, compress):
     hooks = [call(None, replica.bf16_compress_hook)] if compress == "bf16" else []
     assert ddp.return_value.register_comm_hook.call_args_list == hooks
     assert ddp.call_args.kwargs == {"gradient_as_bucket_view": True, "init_sync": True}
+    averaged: list[Any] = []
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.average_", averaged.extend)
+    task.replica.average_statistics()
+    statistics = [value for key, value in task.model.named_buffers() if "running" in key]
+    assert list(map(id, averaged)) == list(map(id, statistics))
+    # steps that are captured send without DDP
+    ddp.reset_mock()
+    monkeypatch.setattr(replica, "GradientExchange", exchange := MagicMock())
+    monkeypatch.setitem(graphs.DEVICES, "cpu", lambda _: None)
+    task = task_of(packed, distributed={"compress": compress})
+    task.set_up(0)
+    parameters, how = exchange.call_args
+    assert list(map(id, *parameters)) == list(map(id, task.model.parameters()))
+    assert (how, ddp.called) == ({"compress": compress}, False)
+
+
+def test_steps_of_other_kernels_have_other_graphs(packed, monkeypatch):
+    monkeypatch.setitem(graphs.DEVICES, "cpu", lambda _: None)
+    monkeypatch.setitem(PLACEMENTS, "split", lambda *_: None)
+    task = task_of(packed, log=TREE["log"] | {"tensorboard": True, "layers": ["conv1"], "layers_every": 3})
+    assert [task.kind(step) for step in range(6)] == ["update", "update", None] * 2
+    assert task.graphs.describe(["update"]).startswith("CUDA graph")
+    split = task_of(packed, model=TREE["model"] | {"split": "auto"})
+    assert split.graphs.describe(["update"]) == "eager, because model.split uses several devices"
+    task.set_up(0)
+    structures = [task.structure(0)]
+    assert task.structure(1) == structures[0]
+    for change in (
+        lambda: setattr(task.model, "side", 8),
+        lambda: setattr(task.inputs.micro, "size", 24),
+        lambda: setattr(task.frozen, "begin", 1),
+        task.model.network.bn1.eval,
+        lambda: task.model.network.conv1.requires_grad_(False),
+        lambda: task.precision.switch("fp16"),
+        task.updater.reset,
+    ):
+        change()
+        structures.append(task.structure(0))
+    assert len(set(structures)) == len(structures) == 8
+
+
+def test_images_that_are_no_squares_are_cut_in_their_own_size(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (12, 1, 24, 16), np.uint8)
+    pack_arrays(tmp_path / "tall.lmdb", images, np.arange(12) % 3, [*"abc"])
+    tree = TREE | {"data": {"path": str(tmp_path / "tall.lmdb")}, "batch_size": 12, "augment": {"cutmix": 1.0}}
+    config: Any = build_run_config(tree, ["--seed", "3"], "x")
+    with Dataset(tmp_path / "tall.lmdb") as dataset:
+        task = ClassifierTask(config, dataset, None, CPU)
+        mixing: Any = task.samples(read_batch(dataset, np.arange(12)), 2).mixing
+    expected = draw_mixing(
+        config.augment, seed=3, step=2, start=0, count=12, global_batch=12, size=(24, 16), device=CPU
+    )
+    torch.testing.assert_close(tuple(mixing), tuple(expected))
 
 
 def test_balances_do_not_add_up_and_the_first_images_are_shown_mixed(packed):

@@ -80,6 +80,12 @@ def test_weights_count_with_what_belongs_to_them(processes):
     )
 
 
+def test_a_classifiers_hidden_layer_counts_with_its_average():
+    tree = {"task": "classifier", "model": {"head": "hidden", "head_width": 1000}}
+    ((name, (layer, copies)),) = check(tree, memory=2**40).items()
+    assert (name, layer.weight.shape, copies) == ("model", (1000, 128), 2)
+
+
 def test_a_fault_of_a_network_is_not_called_a_want_of_memory():
     config = build_run_config({"task": "gan"}, [], "x.yaml")
 

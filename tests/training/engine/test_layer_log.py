@@ -121,6 +121,12 @@ def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):
         written.append((folder, purge_step))
         return SimpleNamespace(scalars=lambda *given: written.append(given))
 
+    def of_two_ranks(packed: torch.Tensor, *, patient: bool) -> list[torch.Tensor]:
+        gathered.append(packed)
+        return [packed, packed]
+
+    gathered: list[torch.Tensor] = []
+    monkeypatch.setattr(outputs.collectives, "gather_objects", of_two_ranks)
     monkeypatch.setattr(outputs, "Events", open_events)
     config = LogConfig(layers=["network"], layers_every=2)
     layers = outputs.LayerLog(config, {"network": network, "scaler": mixed}, RunFolder(tmp_path))
@@ -132,6 +138,18 @@ def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):
         layers.after_step(loop, {})
     assert written[0] == (tmp_path / "tensorboard" / "layers", 2)
     assert [(step, values["network/gradient_mean"]) for step, values in written[1:]] == [(2, 1.0), (4, 1.0)]
+    assert len(gathered) == 2
+
+
+def test_a_row_has_the_memory_of_the_largest_process_in_mib(monkeypatch):
+    device = torch.device("meta")
+    peaks: dict[torch.device, int] = {}
+    monkeypatch.setattr(outputs, "peak_bytes", peaks.__getitem__)
+    monkeypatch.setattr(outputs.collectives, "all_reduce_max", lambda value: max(value, 7))
+    task: Any = SimpleNamespace(registry=dict)
+    for mebibytes, expected in ((5, 7), (9, 9)):
+        peaks[device] = mebibytes * 2**20 + 2**19
+        assert outputs.Columns(task, device).columns(MetricWindow(watched=None)) == {"memory_mib": expected}
 
 
 def test_an_unknown_layer_is_refused_before_anything_is_written(tmp_path, packed, capsys):

@@ -18,15 +18,18 @@ from duetgan.data.lmdb.format import COMPLETE_KEY, META_KEY
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.training.base import data
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.classifier.finetune import FineTuneConfig
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine import preflight, speed
 from duetgan.training.engine.preflight import check_disk, plan_rows, state_bytes
+from duetgan.training.engine.run import prepare
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.training.gan.task import GanTask
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.data.conftest import change
 from tests.end_to_end.helpers import train_in_process, write_config
 
@@ -156,6 +159,38 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path, packed, name, c
     parts = [part for key, part in content["state"].items() if key not in ("loader", "window", "loop")]
     held = sum(x.numel() * x.element_size() for x in tree_leaves(parts) if isinstance(x, torch.Tensor))
     assert planned == pytest.approx(held, rel=0.01)
+
+
+def test_every_check_is_of_the_runs_own_parts(packed, tmp_path, monkeypatch, slim):
+    calls: dict[str, tuple[Any, ...]] = {}
+
+    def observe(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def check(*arguments: Any) -> Any:
+            calls[name] = arguments
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, check)
+
+    for name in ("check_data", "check_same_images"):
+        observe(data, name)
+    for name in ("check_memory", "check_disk"):
+        observe(preflight, name)
+    observe(speed, "faster_precision")
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    config = build_run_config(read_yaml(recipe), ["--precision=fp32", "--checkpoint.keep=7"], "x")
+    loop = prepare(config, RunFolder(tmp_path / "run"), CPU)
+    config, training, held_out = loop.config, loop.loader.dataset, loop.task.val_dataset
+    of_memory, outline, device = calls.pop("check_memory")
+    assert (of_memory, outline.args, device) == (config, (config, config.shape(training)), CPU)
+    assert outline.func is ClassifierTask.outline
+    assert calls == {
+        "check_data": (config, training, held_out),
+        "check_same_images": (config.data, training, held_out),
+        "check_disk": (tmp_path / "run", loop.task, config.checkpoint.max_on_disk(config.steps)),
+        "faster_precision": (config, "fp32", training, CPU),
+    }
 
 
 @pytest.fixture

@@ -49,6 +49,8 @@ def test_typical_steps_are_of_every_kind(config_of, reader):
     config = config_of("gan", "--loss.path_length_weight", "2", "--loss.r1_interval", "16")
     assert Trial(config, 4, reader, CPU).step_fractions == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
     assert Trial(config_of("classifier"), 4, reader, CPU).step_fractions == {8: 1.0}
+    split = config_of("classifier", "--model.split", "auto")
+    assert (split.several_devices, split.for_trial(4).several_devices) == (True, False)
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
@@ -140,12 +142,21 @@ def test_a_recipes_speed(packed, tmp_path, monkeypatch):
     ("seconds", "chosen"), [({"fp32": 1.0, "bf16": 0.4}, "bf16"), ({"fp32": 0.5, "bf16": 1}, "fp32")]
 )
 def test_a_cpus_bf16_is_taken_if_it_is_faster(config_of, reader, monkeypatch, seconds, chosen):
-    monkeypatch.setattr(speed.Trial, "seconds", lambda _trial, name, step=None: seconds[name])
-    config = config_of("gan", "--precision", "bf16")
+    tried: list[tuple[int, str]] = []
+
+    def of_precision(trial: Any, name: str, step: int | None = None) -> float:
+        tried.append((trial.samples, name))
+        return seconds[name]
+
+    monkeypatch.setattr(speed.Trial, "seconds", of_precision)
+    config = config_of("gan", "--precision", "bf16", "--micro-batch", "10")
     slower = "fp32" if chosen == "bf16" else "bf16"
     ratio = "2.5" if chosen == "bf16" else "2"
     found, text = speed.faster_precision(config, f"bf16{NATIVE}", reader, CPU)
     assert (found.precision, text) == (chosen, f"{chosen} (auto: {ratio} times as fast as {slower})")
+    small = config.smallest_batch
+    sizes = [small] + [10 // small * small] * 3  # as a forward pass of the run
+    assert tried == [(size, name) for size in sizes for name in ("fp32", "bf16")]
     for text in ("bf16", "bf16 (kept: the run began in it)", f"fp32{NATIVE}"):
         assert speed.faster_precision(config, text, reader, CPU) == (config, text)
     raised: Exception = MemoryError()

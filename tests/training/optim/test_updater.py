@@ -1,10 +1,12 @@
 import copy
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
+from duetgan.training.optim.config import MOMENTA
 from duetgan.training.optim.optimizers import parameter_groups
 from duetgan.training.optim.updater import STATE, OptimizerConfig, Precision, Updater
 from duetgan.utils.errors import UserError
@@ -136,6 +138,29 @@ def test_settings_that_changed_since_the_checkpoint_are_taken(name, changed):
     for m, u in ((model, updater), (other, restored)):
         steps(m, u, [1])
     assert not model.weight.equal(other.weight)
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon", "muon-adam", "adam", "adamw"])
+def test_a_cycle_moves_the_momentum_or_else_adams_beta1(name):
+    has_momentum, has_betas = name in MOMENTA, "adam" in name
+    options = {"betas": [0.5, 0.9], "beta2_final": 0.99} if has_betas else {}
+    model, updater = build(name=name, schedule="one-cycle", cycle_momentum=(0.9, 0.4), **options)
+    steps(model, updater, [40])
+    momentum, (beta1, beta2) = updater.config.momentum_at(40, 100), updater.config.betas_at(40, 100)
+    assert 0.4 < momentum < 0.5
+    for group in updater.optimizer.param_groups:
+        assert not has_momentum or group["momentum"] == momentum
+        assert not has_betas or group["betas"] == (beta1 if has_momentum else momentum, beta2)
+
+
+@pytest.mark.parametrize(("growing", "exchange"), [(False, True), (True, True), (False, False)])
+def test_gradients_are_exchanged_as_the_network_needs(growing, exchange, monkeypatch):
+    monkeypatch.setattr("duetgan.training.optim.updater.GradientExchange", made := MagicMock())
+    model, precision = nn.Linear(3, 2), Precision("fp32", CPU)
+    Updater(model, OptimizerConfig(), precision, 10, growing=growing, exchange=exchange, compress="bf16")
+    parameters, options = made.call_args
+    assert list(map(id, *parameters)) == [id(parameter) for parameter in model.parameters() if exchange]
+    assert options == {"missing": "skip" if growing else "zeros", "compress": "bf16"}
 
 
 def test_a_rate_for_another_batch_size_is_refused():
