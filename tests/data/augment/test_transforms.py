@@ -1,6 +1,7 @@
 """Every transform against a loop over samples."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,28 @@ def test_each_setting_has_its_own_draws_of_the_key():
     with pytest.raises(UserError, match=r"shift 4 with reflected edges: images of 4 px .* at most 3"):
         run(Augment(shift=4, shift_edge="reflect"))
     run(Augment(shift=3, shift_edge="reflect"))
+
+
+def test_trivial_augment_and_own_augmentations_draw_by_their_names(monkeypatch):
+    """The keys of docs/randomness.md; of the rows of this rank, in the order of the config."""
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def darker(name: str, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        seen[name] = images, draws
+        return images // 2
+
+    for name in ("fade", "blur"):
+        monkeypatch.setitem(transforms.AUGMENTATIONS, name, partial(darker, name))
+    config = Augment(trivial_augment=True, own=["fade", "blur"])
+    found = draw_and_apply(images(), config, seed=4, step=9, start=3, global_batch=12, phase="x")
+    key, rows = (4, "augment", 9, "x"), slice(3, 10)
+    expected = trivial_augment(images(), draw((*key, "trivial"), 12, rows))
+    assert not torch.equal(expected, images())
+    for name in ("fade", "blur"):
+        draws = torch.rand(12, 8, generator=generator(*key, "own", name))[rows]
+        torch.testing.assert_close(seen[name], (expected, draws), rtol=0, atol=0)
+        expected = expected // 2
+    assert torch.equal(found, expected)
 
 
 def test_rows_outside_the_batch_are_a_mistake_and_alternating_flips_draw_nothing(monkeypatch):

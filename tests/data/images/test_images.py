@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from duetgan.data.errors import ImageError
-from duetgan.data.images import FORMATS, centre_box, encode, fit, has_16_bits
+from duetgan.data.images import FORMATS, centre_box, encode, fit, has_16_bits, thumbnail
 from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES, RandomCrop, decode, decode_crop, first_rows
 from duetgan.data.images.values import decode_image
 from duetgan.data.packing.records import plain_codec
@@ -163,12 +163,22 @@ def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size():
     hidden = np.zeros((32, 32, 4), np.uint8)
     hidden[:, :16] = (10, 20, 30, 255)
     hidden[:, 16:] = (255, 255, 255, 0)  # white, but transparent
-    for how in ("pad", "crop"):
+    for how in ("pad", "crop", "shorter-side-12+bilinear+centre-crop"):
         scaled = fit(hidden, 9, how, alpha=True)
         shown = scaled[scaled[..., 3] > 0]
         assert np.abs(shown[:, :3].astype(int) - (10, 20, 30)).max() <= 8
     assert fit(GRADIENT, 16, "exact") is GRADIENT
     assert_raises(ImageError, "is 12x16 px where 16x16 was expected; pass --size", fit, GRADIENT[:, :12], 16, "exact")
+
+
+def test_thumbnails_repeat_the_pixels_of_small_images_and_jpegs_keep_all_colours():
+    small = thumbnail(GRADIENT[:5, :4, :1], 8)
+    assert (small.shape, small.dtype) == ((3, 8, 8), np.uint8)
+    np.testing.assert_array_equal(small, GRADIENT[:4, :4, 0].repeat(2, 0).repeat(2, 1)[None].repeat(3, 0))
+    assert thumbnail(GRADIENT, 8).shape == (3, 8, 8)
+    expected = Image.open(io.BytesIO(as_file(Image.fromarray(GRADIENT), "JPEG", quality=95, subsampling=0)))
+    found = Image.open(io.BytesIO(encode(GRADIENT, "jpeg")))
+    assert (found.quantization, found.layer) == (expected.quantization, expected.layer)  # the sampling of each colour
 
 
 def photograph(height: int = 150, width: int = 200, channels: int = 3) -> np.ndarray:
@@ -270,6 +280,9 @@ def test_random_boxes_have_the_area_and_aspect_asked_for():
     top, left, height, width = RandomCrop().box(10, 1000, np.random.default_rng(0), (1, 1))
     assert (top, height, width) == (0, 10, 13)
     assert left == (1000 - 13) // 2
+    # no crop that is at least 1.5 times and at most 8/3 times as wide as high fits: the nearest in the middle
+    for size, expected in (((10, 1000), (0, 486, 10, 27)), ((1000, 10), (496, 0, 7, 10))):
+        assert RandomCrop().box(*size, np.random.default_rng(0), (12, 24)) == expected
     assert centre_box(10, 1001) == (0, 495, 10, 10)
 
 

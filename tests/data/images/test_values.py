@@ -245,7 +245,7 @@ def test_every_png_is_read_as_it_was_written():
     assert (found.pixels[np.asarray(palette) == 1] == (40, 50, 60, 255)).all()
 
 
-def test_transparent_colours_do_not_bleed_where_images_are_scaled():
+def test_transparent_colours_do_not_bleed_where_images_are_scaled(tmp_path):
     """A red disc whose surroundings are green but transparent stays red to its edge."""
     pixels = np.zeros((32, 32, 4), np.uint8)
     inside = np.hypot(*(np.indices((32, 32)) - 15.5)) < 10
@@ -255,6 +255,14 @@ def test_transparent_colours_do_not_bleed_where_images_are_scaled():
         seen = scaled[..., 3] > 20
         assert scaled[seen][:, 1].max() <= 2
         assert scaled[seen][:, 0].min() >= 250
+    for encoding in ("raw", "png"):  # also where packed images are scaled while they are read
+        packed(tmp_path / encoding, {"a.png": png(pixels)}, channels=4, encoding=encoding).close()
+        with Dataset(tmp_path / f"{encoding}.lmdb", resolution=12) as dataset:
+            (scaled,), _ = dataset.read([0])
+        seen = scaled[3] > 20
+        assert seen.sum() > 20
+        assert scaled[1, seen].max() <= 2
+        assert scaled[0, seen].min() >= 250
 
 
 def test_people_see_the_range():

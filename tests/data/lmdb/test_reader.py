@@ -26,6 +26,7 @@ from duetgan.utils.errors import DamageError, UserError
 from duetgan.utils.image_spec import ImageSpec
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, sample_images
+from tests.data.reading.test_loader import halved
 
 GREY = Layout.of(ImageSpec(1, 8, 8))
 
@@ -94,9 +95,13 @@ def test_several_blocks_and_the_content_hash(tmp_path, small_blocks, monkeypatch
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 6
     monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_BYTES", 3 * 3 * 8 * 8)
+    images, labels, order = sample_images(5, side=16), np.array([2, 0, 1, 1, 0]), [4, 0, 3]
     for encoding, blocks in (("raw", [4, 3, 1]), ("png", [4, 4, 4])):  # at 4, 8 and 16 px
         path = tmp_path / f"sides-{encoding}.lmdb"
-        assert pack_arrays(path, sample_images(5, side=16), encoding=encoding, smallest=4).blocks == blocks
+        assert pack_arrays(path, images, labels, CLASSES, encoding=encoding, smallest=4).blocks == blocks
+        with Dataset(path, resolution=4) as a, Dataset(path, resolution=8) as b, Dataset(path) as c:
+            for side, dataset in ((4, a), (8, b), (16, c)):  # all share one handle
+                np.testing.assert_equal(dataset.read(order), (halved(images, side)[order], labels[order]))
 
 
 def test_names_and_what_the_source_held_are_kept_by_image(tmp_path, small_blocks):

@@ -8,6 +8,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -26,7 +27,7 @@ from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import add_image, make_record, pack_arrays
 from duetgan.data.packing.sources import open_source
 from duetgan.data.reading import dataset as dataset_module
-from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.dataset import Dataset, combined_meta
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
@@ -214,6 +215,14 @@ def test_shards_pool_their_metadata(tmp_path):
     assert (parts.meta.source, parts.meta.fingerprint) == ("part-0 + part-1 + part-2", "")
     hashes = {dataset.meta.content_hash for dataset in (whole, parts, Dataset(paths[0]), Dataset(paths[::-1]))}
     assert len(hashes) == 4  # a run resumed on other files, or in another order, is noticed
+    changes: tuple[dict[str, Any], ...] = (
+        {"fingerprint": "1"},
+        {"fingerprint": "", "passport": {"step": 3}},
+        {"fingerprint": "2", "passport": {"step": 5}},
+    )
+    files = [SimpleNamespace(path="x", meta=whole.meta.model_copy(update=change)) for change in changes]
+    meta = combined_meta(files)  # type: ignore[arg-type]
+    assert (meta.fingerprint, meta.passport) == ("", {"step": 3})
     for name in "ab":
         pack_arrays(tmp_path / f"unlabelled-{name}.lmdb", sample_images(3))
     dataset = open_dataset(tmp_path / "unlabelled-*.lmdb")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -21,7 +22,7 @@ from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
-from duetgan.data.reading.stages import StagedLoader
+from duetgan.data.reading.stages import StagedLoader, at_resolution
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, sample_images
@@ -36,13 +37,25 @@ def loader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("data-loader")]
 
 
-def test_thread_ends_with_close_and_with_the_loader(packed):
+def test_thread_ends_with_close_and_with_the_loader(packed, monkeypatch):
     straight, loader = unstaged(packed, 0), unstaged(packed, 2)
     for _ in range(4):  # it goes on where it was closed
         torch.testing.assert_close(next(straight).images, next(loader).images, rtol=0, atol=0)
         assert len(loader_threads()) == 1
         loader.close()
         assert loader_threads() == []
+    for prefetch in (1, 3):  # as many batches are read ahead
+        loader = unstaged(packed, prefetch)
+        read = Mock(wraps=loader.dataset.read)
+        monkeypatch.setattr(loader.dataset, "read", read)
+        for number in (1, 2):
+            next(loader)
+            deadline = time.monotonic() + 20
+            while read.call_count < number + prefetch and time.monotonic() < deadline:
+                time.sleep(0.002)
+            assert read.call_count == number + prefetch
+        loader.close()
+    loader = unstaged(packed, 2)
     next(loader)
     del loader
     deadline = time.monotonic() + 20
@@ -264,6 +277,11 @@ def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
     means = np.stack([cv2.resize(p.transpose(1, 2, 0), (8, 8), interpolation=cv2.INTER_AREA) for p in whole[records]])
     batch = next(make(tmp_path / "p.lmdb"))
     np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
-    cropped = next(make(Dataset(tmp_path / "p.lmdb", crop=RandomCrop(area=(0.2, 0.3)))))
+    crop = RandomCrop(area=(0.2, 0.3))
+    reader = Dataset(tmp_path / "p.lmdb", name="photos", crop=crop, workers=2)
+    assert at_resolution(reader, SIDE) is reader
+    smaller = at_resolution(reader, 8)
+    assert (smaller.path, smaller.resolution, smaller.crop, smaller.workers) == ("photos", 8, crop, 2)
+    cropped = next(make(reader))
     assert (cropped.images != batch.images).flatten(1).any(1).all()  # as those of the last level are
     assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1

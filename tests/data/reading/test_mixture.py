@@ -68,6 +68,16 @@ def test_places_are_drawn_anew_and_keys_are_those_of_the_epochs():
             kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
             assert (epoch, repeat) == (len(seen[kind]) // length, seen[kind].count((index, epoch)))
             seen[kind].append((index, epoch))
+    for start, mask in zip(range(0, 2400, 12), masks, strict=True):  # the key of docs/randomness.md
+        places = numpy_generator(3, "synthetic", "places", start).permutation(12)[: mask.sum()]
+        np.testing.assert_array_equal(np.flatnonzero(mask), sorted(places))
+    weights: dict[str, Any] = {"weights": RISING, "second_weights": RISING[:DRAWN]}
+    ranks = [batches_of(sampler_of("1/2", rank=rank, world=3, **weights), 10) for rank in range(3)]
+    for (indices, keys), *parts in zip(batches_of(sampler_of("1/2", **weights), 10), *ranks, strict=True):
+        assert len({len(part) for part, _ in parts}) == 1
+        np.testing.assert_array_equal(np.concatenate([part for part, _ in parts]), indices)
+        for name in ("epochs", "repeats"):
+            np.testing.assert_array_equal(np.concatenate([getattr(k, name) for _, k in parts]), getattr(keys, name))
     keys = SampleKeys(3, np.array([4, 5]), np.array([0, 2]))
     assert keys.of(0, 9) == (3, "augment", 4, 9)
     assert keys.of(1, 9) == (3, "augment", 5, 9, 2)
