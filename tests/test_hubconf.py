@@ -14,6 +14,7 @@ from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import load, resolve
 from tests.inference.conftest import R3, gan_run, styled, without_w
 from tests.metrics.conftest import CLASSES, TINY, classifier_run
+from tests.metrics.conftest import gan_run as unnamed_run
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("utils", "models", "data", "metrics", "inference", "training")
@@ -26,6 +27,8 @@ def runs(tmp_path_factory):
         "classifier": classifier_run(folder / "classifier"),
         "gan": gan_run(folder / "gan", styled()),
         "r3": gan_run(folder / "r3", without_w(), architecture="r3gan", sizes=R3),
+        "sets": unnamed_run(folder / "sets", sets=[[0], [0, 1]]),  # its config names no architecture
+        "several": classifier_run(folder / "several", sets=[[0], [0, 1]]),
     }
     for name in ("classifier", "gan"):
         write_weights(folder / f"{name}.safetensors", load(resolve(found[name])))
@@ -109,7 +112,7 @@ def test_a_network_tells_its_images_and_its_classes(hub, runs):
     assert (generator.class_names, generator.image_shape) == (CLASSES, (1, 8, 8))  # U7
     assert generator.image_range == (-1.0, 1.0)
     assert not generator.training
-    assert hub("r3gan", runs["r3"]).class_names == CLASSES
+    assert hub("r3gan", runs["r3"]).class_names == hub("stylegan2", runs["sets"]).class_names == CLASSES
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,9 @@ def test_a_network_tells_its_images_and_its_classes(hub, runs):
         ("resnet_classifier", "no.safetensors", "no.safetensors: no such run folder or checkpoint"),
         ("resnet_classifier", "gan", "checkpoint is needed here"),
         ("stylegan2", "classifier", "checkpoint is needed here"),
-        ("stylegan2", "r3", r"architecture r3gan; load 'r3gan'"),
+        ("resnet_classifier", "several", "is of several labels an image"),
+        *((name, "r3", r"architecture r3gan; load 'r3gan'") for name in ("stylegan2", "dcgan")),
+        *((name, "sets", r"architecture stylegan2; load 'stylegan2'") for name in ("r3gan", "dcgan")),
     ],
 )
 def test_bad_input_is_a_value_error_with_the_remedy(hub, runs, name, checkpoint, message):

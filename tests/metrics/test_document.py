@@ -308,6 +308,11 @@ def test_a_classifier_of_several_labels(trained, pictures, capsys):
     words = [["; ".join(np.array(NAMES[:3])[row]) or "no label" for row in rows] for rows in (hot, named)]
     both = [(f"{records[i]}: {words[0][i]}", f"pred. {words[1][i]} {doubt[i]:.2f}") for i in wrong]
     assert_pictures(pictures, {"mistakes.png": (images[wrong], flat(both))})
+    others = trained["others-sets.lmdb"]
+    pack_arrays(others, trained.images["others"].numpy(), numbers["others"], NAMES[:3], label_sets=SETS)
+    options = ["--data", others, "--n", "9", "--out", trained["others-eval"]]
+    assert call(evaluate, "--checkpoint", trained["several"], *options) == 0
+    assert "thresholds" not in read_json(trained["others-eval"] / "metrics.json")["notes"]
     result.check_figures({})
     for name, row in expected["per_class"].items():
         result.check_row(name, [*row.items()])

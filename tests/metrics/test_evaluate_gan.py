@@ -1,3 +1,4 @@
+import itertools
 from argparse import Namespace
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_a_plagiarist_is_found_out(test_reader, train_reader, generator):
     assert not honest["copies"]
 
 
-def test_real_features_are_kept_between_calls(generator, test_reader, train_reader):
+def test_real_features_are_kept_between_calls(generator, test_reader, train_reader, tmp_path):
     counting, real = Counting(), RealFeatures()
     first = evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader)
     fresh = counting.seen
@@ -197,6 +198,10 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     assert other.seen > 30
     before, counting.source = counting.seen, "other weights"
     evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)
+    assert counting.seen - before > samples
+    before = counting.seen
+    with Dataset(pack(tmp_path / "others.lmdb", seed=6)) as others:  # the same selection of other images
+        evaluate(generator, others, extractors=[counting], real=real, seed=9)
     assert counting.seen - before > samples
 
 
@@ -272,6 +277,9 @@ def test_selection_draws_n_and_fills_up_classes():
     alone = select(labels, n=20, seed=0, role="test")
     np.testing.assert_array_equal(alone.indices, drawn.indices[:20])  # filling up does not change the n
     assert set(select(labels, n=20, seed=0, role="train").indices) != set(alone.indices)
+    draws = itertools.product((20, 21), (0, 1), ("test", "train"), (0, 10))
+    keys = [select(labels, n=n, seed=seed, role=role, per_class=count).key for n, seed, role, count in draws]
+    assert len(set(keys)) == len(keys) == 16
 
 
 def test_modes_and_gradients_are_left_as_they_were(generator, test_reader):

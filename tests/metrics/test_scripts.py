@@ -86,6 +86,7 @@ class TestEvaluate:
         assert "Few test images (40): " in printed
         assert found["judge"]["is_weak"]  # it is untrained
         assert found["weak_extractors"] == names[1:]
+        assert found["notes"]["n"].startswith("distances of fewer than")  # nothing of the recognised fraction
         assert f"Weak classifier: {found['notes']['recognised']}" in printed
         assert "classifier" not in printed.partition("extractor")[2].partition("Weak classifier")[0]
 
@@ -94,6 +95,9 @@ class TestEvaluate:
         found = evaluated(runs["classifier"], tmp_path, "--data", files["path"])
         assert "90 of 90 test images are training images" in found["notes"]["leaks"]
         assert "too good" in capsys.readouterr().out
+        options = ["--data", files["path"], "--extractor", "pixels", "--n", "20", "--searched", "0"]
+        notes = evaluated(runs["gan"], tmp_path / "gan", *options)["notes"]
+        assert "90 of 90 test images are training images" in notes["leaks"]
         low, high = found["accuracy_interval"]
         assert low <= found["accuracy"] <= high
 
@@ -149,6 +153,9 @@ class TestEvaluate:
         assert f"python evaluate.py --checkpoint {run} --extractor pixels --n 20 --searched 0" in report
         assert "step 7" in report
         assert read_json(run / "eval" / "metrics.json")["memorisation"] is None
+        (run / "report.html").unlink()
+        evaluated(run, tmp_path / "out", "--extractor", "pixels", "--n", "20", "--searched", "0")
+        assert not (run / "report.html").exists()  # it is of the run's own evaluation
 
     def test_refusals(self, runs, files, tmp_path, refused):
         gan, classifier = ["--checkpoint", runs["gan"]], ["--checkpoint", runs["classifier"]]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from duetgan.commands import evaluate
 from duetgan.metrics.comparison.compare import compare, comparison_table
@@ -69,11 +70,18 @@ def test_several_are_compared_with_the_first_and_corrected(tmp_path):
     runs = [classified(tmp_path / str(place), noise=place) for place in range(4)]
     found = compare(runs)
     assert [each["run"] for each in found["comparisons"]] == runs[1:]
+    pairs = [rows_of(compare([runs[0], run])) for run in runs[1:]]
     for place in range(3):
-        alone = rows_of(compare([runs[0], runs[place + 1]]))["nll"]
+        alone = pairs[place]["nll"]
         together = rows_of(found, place)["nll"]
         assert together["p"] >= alone["p"]
         assert together["interval"] == alone["interval"]
+    for name in pairs[0]:
+        values = [pair[name]["p"] for pair in pairs]
+        steps = [(3 - sum(other < value for other in values)) * value for value in values]
+        for place, value in enumerate(values):
+            largest = max(step for step, other in zip(steps, values, strict=True) if other <= value)
+            assert rows_of(found, place)[name]["p"] == pytest.approx(min(1, largest)), name
     assert "Holm" in found["notes"]["p"]
     text = comparison_table(found)
     assert text.count("the second is") == 3
@@ -90,6 +98,10 @@ def test_groups_are_paired_by_their_training_seeds(tmp_path):
     assert row["verdict"] == "better"
     assert row["first"] == pytest.approx(np.mean([read_json(f"{run}/metrics.json")["accuracy"] for run in first]))
     assert "seeds" not in found["notes"]
+    sides = [[read_json(f"{run}/metrics.json")["accuracy"] for run in runs] for runs in (first, sorted(second))]
+    expected = ttest_rel(*sides[::-1])
+    assert [row["p"], row["second"]] == pytest.approx([expected.pvalue, np.mean(sides[1])])
+    assert row["interval"] == pytest.approx([*expected.confidence_interval()])
     unpaired = rows_of(compare([first[0], second[0]]))["accuracy"]
     assert unpaired["method"] == "intervals of each"
 
