@@ -16,8 +16,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def phase(name: str) -> AbstractContextManager[None]:
     """Return a context manager that marks its block as a phase, such as "generator/backward".
 
-    The phases are listed in docs/training.md. They may be nested. Time counts for the innermost
-    phase, but all time inside a penalty (`WHOLE`) counts for the penalty.
+    Phases may be nested. Time counts for the innermost phase, but all time inside a penalty
+    (`WHOLE`) counts for the penalty.
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 

@@ -220,6 +220,23 @@ def test_what_cannot_be_compiled_runs_uncompiled_from_there_on(monkeypatch, caps
     assert capsys.readouterr().err.strip() == f"compile: the generator runs uncompiled ({told})"
 
 
+def test_the_network_that_cannot_be_compiled_is_named(folder, monkeypatch, capsys):  # noqa: F811
+    def refused(function, **options):
+        def run(*arguments, **more):
+            raise torch._dynamo.exc.TorchDynamoException(type(getattr(function, "__self__", function)).__name__)
+
+        return run
+
+    monkeypatch.setattr(compiled.torch, "compile", refused)
+    run = Run(folder, TREES["gan-dcgan"], compile="on")
+    for _ in range(2):  # the discriminator's first pass has a penalty
+        run.step()
+    assert capsys.readouterr().err.splitlines() == [
+        "compile: the generator runs uncompiled (DcganGenerator)",
+        "compile: the discriminator runs uncompiled (DcganDiscriminator)",
+    ]
+
+
 def test_auto_leaves_the_cpu_alone(monkeypatch):
     monkeypatch.setattr(compiled.torch, "compile", lambda *a, **k: pytest.fail("compiled"))
     assert Compiled(lambda x: x * 2, "x", setting="auto", device=CPU)(2) == 4

@@ -27,6 +27,18 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
     assert config.spans("96x64") == [(0, 64, batch)]
 
 
+def test_a_trial_has_the_batch_that_is_timed_and_nothing_that_ends_or_interrupts_it():
+    section = {"every": 7, "n": 50}
+    more = {"init_from": "a run", "evaluation": section, "early_stopping": {"patience": 3}}
+    tree = {"task": "gan", "batch_size": 64, "micro_batch": 8, "steps": 90, "log": {"every": 9}, "seed": 4} | more
+    config = build_run_config(tree | {"progressive": {"start": 8, "fade_kimg": 1.0}}, [], "f.yaml")
+    left = {key: tree[key] for key in ("task", "micro_batch", "log", "seed")}
+    assert config.for_trial(16) == build_run_config(left | {"batch_size": 16, "steps": 1090}, [], "f.yaml")
+    config = build_run_config(tree | {"task": "classifier", "micro_batch": "auto"}, [], "f.yaml")
+    left |= {"task": "classifier", "batch_size": 16, "steps": 1090, "micro_batch": None}
+    assert config.for_trial(16) == build_run_config(left, [], "f.yaml")
+
+
 DRAWN = {"path": "x", "share": 0.5}
 FREE = {"name": "schedulefree-adamw"}
 

@@ -12,6 +12,7 @@ import torch
 from duetgan.data.augment.transforms import MixingAugment
 from duetgan.data.images import encode
 from duetgan.data.images.decode import RandomCrop
+from duetgan.data.lmdb.format import Split
 from duetgan.data.lmdb.record import Layout
 from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, pack_arrays
@@ -241,6 +242,10 @@ def test_description(folder):
     others: Any = (f"{folder}/grey.lmdb + {folder}/grey.lmdb", 2400, {}, 1, 4, "png", two.meta.content_hash)
     expected = {"training": dict(zip(names, own, strict=True)), "held-out": dict(zip(names, others, strict=True))}
     assert data.facts(training, two) == expected
+    split = Split(part="val", share=0.1, seed=0, whole="x", images=12, group_by="--group-by-folder", groups=1234)
+    two.meta = two.meta.model_copy(update={"split": split})
+    expected["held-out"]["groups"] = "1,234 (--group-by-folder)"
+    assert data.facts(training, two) == expected
 
 
 def test_fault_20_held_out_classes_of_a_gan(tmp_path):
@@ -256,6 +261,7 @@ def test_fault_20_held_out_classes_of_a_gan(tmp_path):
             gan.GanTask(config, made["train"], made[other], torch.device("cpu"))
     gan.GanTask(config, made["train"], made["plain"], torch.device("cpu"))
     gan.GanTask(config, made["train"], None, torch.device("cpu"))
+    gan.GanTask(config.changed(conditional=False), made["train"], made["val"], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [[], ["--data.class_rates", "{1: 2.0}"]])

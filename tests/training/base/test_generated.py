@@ -10,7 +10,7 @@ import torch
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.sampler import SampleKeys
 from duetgan.models.gan import generate
-from duetgan.training.base import data
+from duetgan.training.base import data, generated
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.generated import BLOCK, GeneratedSamples, even_labels
 from duetgan.utils.errors import UserError
@@ -62,6 +62,18 @@ def test_they_are_the_generators_own_with_their_labels(run):
     assert (samples.meta.mean, samples.meta.std) == ([0.5], [0.5])
     fixed = generate(samples.generator, labels=torch.from_numpy(labels), indices=range(BLOCK), seed=5)
     assert not np.array_equal(found, fixed)  # those of grids and evaluation have keys of their own
+
+
+def test_samples_are_drawn_in_full_precision(run, monkeypatch):
+    found: list[str] = []
+
+    def spied(*arguments: Any, **options: Any) -> torch.Tensor:
+        found.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(generated, "generate", spied)
+    GeneratedSamples(str(run), COUNT).read([3], keys=keys([0]))
+    assert found == ["ieee"]
 
 
 def test_what_makes_other_samples_has_another_hash(run, tmp_path):
@@ -152,4 +164,6 @@ def test_other_classes_are_refused_and_the_plan_names_the_run(folder, run, tmp_p
     config = config_of(folder, run)
     told = data.mixture_text(config, opened(config))
     assert told == f"drawn while training from {run}, step 7, 20 an epoch; 0.5 of each batch"
-    assert data.make_loader(config, opened(config), torch.device("cpu")).prefetch == 0
+    images = opened(config)
+    assert data.make_loader(config, images, torch.device("meta")).prefetch == 0  # of other images: 2
+    assert {p.device.type for p in images.synthetic.generator.parameters()} == {"meta"}

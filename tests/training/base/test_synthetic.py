@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
@@ -14,6 +15,7 @@ from duetgan.data.reading.sampler import GlobalSampler, Position
 from duetgan.training.base import data
 from duetgan.training.base.config import DataConfig, RunConfig, SyntheticConfig
 from duetgan.training.base.data import label_frequencies, real_label_frequencies, synthetic_fraction
+from duetgan.training.gan.config import GanConfig, GanLossConfig
 from duetgan.utils.errors import UserError
 from tests.data.conftest import CLASSES, sample_images
 from tests.data.packing.test_inspect import change_entry, pack_samples
@@ -136,6 +138,16 @@ def test_the_sampler_follows_the_config(folder, share, fraction):
     for (indices, _), (others, _) in zip(batches_of(found, 9), batches_of(expected, 9), strict=True):
         np.testing.assert_array_equal(indices, others)
     assert found.state_at(Position()) == expected.state_at(Position())
+
+
+@pytest.mark.parametrize(("same_pairs", "batches", "end"), [(True, 1, 5), (False, 2, 10)])
+def test_until_counts_every_batch_of_its_steps(folder, same_pairs, batches, end):
+    """A GAN's discriminator with pairs of its own reads a second batch in every step."""
+    loss = GanLossConfig(objective="relativistic", same_pairs=same_pairs)
+    section = config_of(folder, until=0.05).data
+    config = GanConfig(batch_size=8, steps=100, data=section, loss=loss)
+    loader: Any = data.make_loader(config, opened(config), torch.device("cpu"))
+    assert (loader.batches_per_step, loader.sampler.until) == (batches, end)
 
 
 def test_fill_follows_weighted_sampling(folder):

@@ -183,6 +183,19 @@ def test_images_of_16_bits_with_transparency_are_augmented_as_such(tmp_path):
     assert torch.equal(found.labels, batch.labels)
 
 
+@pytest.mark.parametrize("depth", ["uint8", "uint16"])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_images_and_weights_lie_in_memory_as_the_config_says(tmp_path, channels_last, depth):
+    pack(tmp_path / "data.lmdb", spec_of(3, depth=depth, side=16), 16, 0)
+    run = Run(tmp_path, GAN, channels_last=channels_last)
+    (real,) = run.task.context.reals(next(run.loader), run.task._slice(0))
+    weights = [p for network in (run.task.generator, run.task.discriminator) for p in network.parameters()]
+    wide = [weight for weight in weights if weight.ndim == 4 and 1 not in (weight.shape[1], weight.shape[3])]
+    assert len(wide) > 4
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert all(tensor.is_contiguous(memory_format=layout) for tensor in (*wide, real.images))
+
+
 @pytest.mark.parametrize(("labels", "rows", "columns"), [(0, 8, 8), (3, 3, 10), (23, 20, 10)])
 def test_a_grid_has_a_row_of_samples_for_each_label(labels, rows, columns, monkeypatch):
     shown: dict[str, Any] = {}

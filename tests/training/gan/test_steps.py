@@ -2,6 +2,9 @@
 
 import gc
 import re
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.models.layers import fused
+from duetgan.models.layers import convolution, fused
+from duetgan.training.base import teacher as teacher_module
 from duetgan.training.base.data import make_loader
+from duetgan.training.base.phases import PhaseClock, listening
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.training.gan.config import GanConfig
 from duetgan.training.gan.context import Context
@@ -23,6 +28,7 @@ from duetgan.training.gan.losses import OBJECTIVES
 from duetgan.training.gan.task import GanTask
 from duetgan.training.gan.terms import PathLength
 from duetgan.training.optim.updater import Precision
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
@@ -83,6 +89,8 @@ def test_the_plan_names_the_kernels_of_an_accelerator(folder, monkeypatch):
 def test_the_plan_says_how_networks_grow_and_that_labels_are_not_used(folder, conditional, rows):
     eager = {"graphs": "eager, because the device is cpu"}
     assert Run(folder, GAN | {"conditional": conditional}).task.describe() == rows | eager
+    off = {"graphs": "eager, because graphs is off"}
+    assert Run(folder, GAN | {"conditional": conditional, "graphs": "off"}).task.describe() == rows | off
     task = Run(folder, GAN | {"conditional": conditional, "progressive": {"start": 8, "stable_kimg": 0.01}}).task
     growth = zip(("growth 1", "growth 2", "growth 3"), task.stages.describe(), strict=True)  # the last is a warning
     assert task.describe() == dict(growth) | rows | eager
@@ -103,7 +111,15 @@ def state(network):
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
-def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
+def test_the_classifier_that_gives_a_loss_stays_as_it_is_and_is_in_the_lineage(folder, monkeypatch):
+    restored = teacher_module.classifier_from
+
+    def with_weights(*arguments: Any, **options: Any) -> Any:
+        network = restored(*arguments, **options)
+        network.lineage = Lineage.of(trained_on=["images"], pretrained=["weights"])
+        return network
+
+    monkeypatch.setattr(teacher_module, "classifier_from", with_weights)
     run = Run(folder, GAN, loss=LOSSES)
     teacher: Any = run.task.teacher.network
     before = state(teacher)
@@ -114,6 +130,8 @@ def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
     assert all(p.grad is None for p in teacher.parameters())
     teachers: Any = run.task.provenance()["teachers"]
     assert len(teachers) == 1
+    lineage = run.task.teacher.lineage
+    assert run.task.lineage() == lineage == Lineage.of(teachers=teachers, pretrained=["weights"])
 
 
 def test_a_classifier_of_other_classes_is_refused(folder, tmp_path):
@@ -279,3 +297,143 @@ def test_the_picture_of_a_step_is_the_order_of_its_calls(folder, monkeypatch):
     Run(folder, GAN, ada=ADA).step()
     assert list(dict.fromkeys(calls)) == names
     assert len(names) == 8
+
+
+class Passes:
+    """The passes, gradients and updates of a step, each with its phase.
+
+    A pass with derivatives of penalties has the mark `2`, one in the precision of the run `half`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        task = run.task
+        self.run = run
+        self.found: list[str] = []
+        self.clock = PhaseClock(lambda: None, time.perf_counter)
+        first = task.generator.blocks[0] if task.generator.has_styles else task.generator
+        networks = {"G": first, "D": task.discriminator.from_rgb}
+        if task.teacher is not None:
+            networks["teacher"] = task.teacher.network
+        for name, network in networks.items():
+            network.register_forward_pre_hook(lambda *_, name=name: self.note(name))
+        for name, network in {"G": task.generator, "D": task.discriminator}.items():
+            next(iter(network.parameters())).register_hook(lambda _, name=name: self.note(f"gradient of {name}"))
+        for name, owner, method in (
+            ("update of G", task.generator_step.updater, "step"),
+            ("update of D", task.discriminator_step.updater, "step"),
+            ("average", task.ema, "update"),
+            ("augmentation", task.context.ada, "apply"),
+        ):
+            setattr(owner, method, self.noted(name, getattr(owner, method)))
+
+    def step(self) -> list[str]:
+        self.found = []
+        with listening(self.clock):
+            self.run.step()
+        return self.found
+
+    def note(self, name: str) -> None:
+        marks = " 2" * convolution.is_penalised() + " half" * torch.is_autocast_enabled("cpu")
+        self.found.append(f"{name}: {self.clock.open[-1]}{marks}")
+
+    def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.note(name)
+            return function(*arguments, **options)
+
+        return call
+
+
+def test_parts_of_a_task_have_their_sections_of_the_config(folder):
+    more = {"watch": {"memory": 0.3, "on": False}, "distributed": {"compress": "bf16"}}
+    task = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
+    assert task.watch.config == task.config.watch
+    for name in ("generator", "discriminator"):
+        updater = task.registry()[f"{name}_optimizer"]
+        assert updater.config == getattr(task.config, f"{name}_optimizer")
+        assert updater.model is task.registry()[name]
+        assert updater.exchange.compress == "bf16"
+    assert task.generator_step.updater.config.lr == 0.02
+
+
+def test_what_is_not_finite_moves_neither_the_network_nor_its_average(folder):
+    run = Run(folder, GAN)
+    run.step()
+    networks = (run.task.generator, run.task.ema.model)
+    before = [{name: p.clone() for name, p in network.named_parameters()} for network in networks]
+    discriminator = state(run.task.discriminator)
+    next(run.task.generator.parameters()).register_hook(lambda gradient: gradient * torch.nan)
+    metrics = run.step()
+    for network, old in zip(networks, before, strict=True):
+        assert same(dict(network.named_parameters()), old)
+    assert not same(state(run.task.discriminator), discriminator)
+    assert {name: value for name, value in metrics.items() if "_updates/" in name} == {
+        **{"skipped_updates/generator": 1, "nonfinite_updates/generator": 1},
+        **{"skipped_updates/discriminator": 0, "nonfinite_updates/discriminator": 0},
+    }
+
+
+def test_steps_of_a_kind_launch_the_same_kernels(folder):
+    """What is due, and what ends: gamma_final 0 removes the penalty at the last step of the schedule."""
+    loss = {"r1_interval": 3, "gamma_final": 0.0, "path_length_weight": 1.0, "path_length_interval": 2}
+    more = {"ada": {"mode": "adaptive", "interval": 5}, "log": {"layers": ["*"], "layers_every": 7}}
+    task = Run(folder, GAN | more, loss=loss | {"gradients_every": 11}, steps=60).task
+    kinds, expected = {}, {}
+    for step in range(150):
+        kinds[step] = task.kind(step)
+        is_plain = step % 11 and step % 7 != 6
+        due = (step % 3 == 0, step % 2 == 0, step % 5 == 4, step % 3 == 0 and step < 60)
+        expected[step] = due if is_plain else None
+    assert len(set(zip(kinds.values(), expected.values(), strict=True))) == len(set(kinds.values())) == 13
+    assert [kind is None for kind in kinds.values()] == [kind is None for kind in expected.values()]
+
+
+def test_graphs_are_dropped_where_sizes_or_optimizers_change(folder):
+    growth = {"start": 8, "fade_kimg": 0.016, "stable_kimg": 0.016, "batch_sizes": {8: 16}}
+    task = Run(folder, GAN, progressive=growth).task
+    found = [task.structure(step) for step in range(5)]  # 8 px, then 16 px: alpha 0, 0.5, 1 and 1
+    assert [one == other for one, other in pairwise(found)] == [False, True, False, True]
+    task.precision.switch("fp16")
+    for updater in (task.generator_step.updater, task.discriminator_step.updater):
+        before = task.structure(4)
+        assert before != found[4]
+        updater.reset()
+        assert task.structure(4) != before
+
+
+WASSERSTEIN = {"objective": "wasserstein", "gradient_penalty_weight": 10.0, "r1_gamma": 0.0, "r1_interval": 2}
+UPDATES = ["update of G: generator/optimizer", "average: ema"]
+PLAIN = ["D: discriminator/forward half", "gradient of D: discriminator/backward"]
+PENALTY = ["D: discriminator/forward 2 half", "gradient of D: discriminator/penalty 2"]
+LAST = ["update of D: discriminator/optimizer"]
+AUGMENTED = ["augmentation: augment"]
+SHARED = ["G: generator/forward half", PLAIN[0], "gradient of G: generator/backward", PLAIN[1]]
+JUDGED = [*AUGMENTED, "D: generator/forward half"] * 2
+APART = ["G: generator/forward half", *JUDGED, "teacher: generator/forward half", "gradient of G: generator/backward"]
+PATHS = ["G: generator/path_length 2 half", "gradient of G: generator/path_length 2"]
+OWN = ["G: generator/forward half", *["D: generator/forward half"] * 2, "gradient of G: generator/backward", *UPDATES]
+OWN += ["G: discriminator/samples half", *PENALTY, *LAST]
+
+
+@pytest.mark.parametrize(
+    ("tree", "first", "second"),
+    [
+        (GAN, [*SHARED, *PENALTY, *UPDATES, *LAST], [*SHARED, *PLAIN, *UPDATES, *LAST]),
+        (
+            GAN | {"loss": WASSERSTEIN},
+            [*SHARED, *PLAIN, *UPDATES, *PENALTY, *LAST],
+            [*SHARED, *PLAIN, *UPDATES, *LAST],
+        ),
+        (
+            GAN | {"loss": LOSSES, "ada": {"mode": "fixed", "p": 0.5}},
+            [*APART, *PATHS, *UPDATES, *AUGMENTED, *PLAIN, "augmentation: augment 2", *PENALTY, *LAST],
+            [*APART, *UPDATES, *AUGMENTED, *PLAIN, *AUGMENTED, *PLAIN, *LAST],
+        ),
+        (R3GAN | {"loss": PAIRS}, OWN, OWN),
+    ],
+    ids=["shared", "wasserstein", "every loss", "pairs"],
+)
+def test_each_pass_has_its_phase_derivatives_and_precision(folder, tree, first, second):
+    passes = Passes(Run(folder, tree, precision="bf16"))
+    assert passes.step() == first
+    assert passes.step() == second
