@@ -126,12 +126,23 @@ def test_a_frozen_discriminator_hands_the_gradient_on_and_fewer_bytes_are_kept()
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_blocks_are_computed_again_once(checkpoint):
-    generator, network = build_generator(checkpoint), build_discriminator(checkpoint)
+@pytest.mark.parametrize("side", [None, 16, 32])  # of a stage of growth
+def test_blocks_are_computed_again_once(checkpoint, side):
+    networks = GrowingGenerator, GrowingDiscriminator
+    kinds: list[dict[str, Any]] = [{}, {}] if side is None else [{"kind": kind} for kind in networks]
+    generator, network = build_generator(checkpoint, **kinds[0]), build_discriminator(checkpoint, **kinds[1])
+    used, from_rgb = [*generator.blocks, *network.blocks], network.from_rgb
+    if side is not None:
+        generator.enter(side, 1.0)
+        network.enter(side, 1.0)
+    if side == 16:  # without the blocks of 32 px
+        used.remove(generator.blocks[-1])
+        used.remove(network.blocks[0])
+        from_rgb = network.from_rgbs["16"]
     calls = []
-    for block in (*generator.blocks, *network.blocks, network.from_rgb):
+    for block in (*generator.blocks, *network.blocks, from_rgb):
         block.register_forward_pre_hook(lambda *hook: calls.append(hook[0]))
-    blocks = len(generator.blocks) + len(network.blocks) + 1
+    blocks = len(used) + 1
     loss = network(generator(draw(4, 4).float(), LABELS), LABELS).sum()
     assert len(calls) == blocks
     loss.backward()

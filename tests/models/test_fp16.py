@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from duetgan.models.growing import GrowingDiscriminator
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision
 from duetgan.models.layers.stylegan2 import DiscriminatorBlock
 from duetgan.models.stylegan2 import StyledLayer, ToRGB
@@ -72,6 +73,15 @@ def test_only_the_largest_resolutions_run_in_fp16(resolutions, lowest):
     with fp16():
         found = dtypes(network, layers, lambda: network(draw(2, 1, 32, 32).float()))
     assert found == expected | {"rgb": expected[32], "hidden": FP32}
+    growing = build_discriminator(32, channels=1, fp16_resolutions=resolutions, kind=GrowingDiscriminator)
+    inputs = {32: growing.from_rgb} | {int(size): layer for size, layer in growing.from_rgbs.items()}
+    for size in (32, 16, 8):
+        growing.enter(size, 0.5)
+        images = draw(2, 1, size, size).float()
+        layers = {side: inputs[side] for side in (size, size // 2)}
+        with fp16():
+            found = dtypes(growing, layers, lambda images=images: growing(images))
+        assert found == {side: expected[side] for side in layers}
 
 
 def test_no_resolution_in_fp16_is_fp32_to_the_bit():

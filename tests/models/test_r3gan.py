@@ -151,6 +151,8 @@ def drawn(network, z, labels, dtype=None):
 def test_checkpointing_changes_no_bit_of_the_gradients(build, run, shape, dtype):
     network, labels = build(64, 3, 2, blocks=2, width=8, cardinality=4).float(), torch.tensor([0, 1])
     expected = run(network, draw(*shape).float(), labels, dtype)
+    assert not network.stages.recompute
+    assert build(activation_checkpointing=True).stages.recompute
     network.stages.recompute = True
     same(run(network, draw(*shape).float(), labels, dtype), expected)
     assert all(gradient.isfinite().all() for gradient in expected.values())

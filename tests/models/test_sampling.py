@@ -1,11 +1,13 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from duetgan.models.gan import draw, generate
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.utils.seeding import forked, seed_of
+from tests.models.helpers import to_uint8
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,31 @@ def test_images_are_equal_for_every_split_and_order(model, batch_size, noise_mod
     same(generate(model, labels=labels, indices=range(7), **options), whole)
     order = [6, 2, 2, 0]
     same(generate(model, labels=labels[order], indices=order, **options), whole[order])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": [5, 3, 5, 8, 3]},
+        {"seed": [5, 3, 5, 8, 3], "numpy_seeds": [7, 1, 4, 4, 0]},
+        {"seed": 3, "stream": ("grid", 2)},
+    ],
+)
+def test_each_image_has_its_own_seed_in_batches_of_any_size(model, options):
+    labels, indices = torch.tensor([0, 1, 2, 0, 1]), [4, 0, 1, 6, 9]
+    seeds, stream, numbers = options["seed"], options.get("stream", ("eval",)), options.get("numpy_seeds")
+    found = generate(model, labels=labels, indices=indices, batch_size=2, truncation_mean="global", **options)
+    for place, index in enumerate(indices):
+        seed = seeds if isinstance(seeds, int) else seeds[place]
+        keyed = torch.Generator().manual_seed(seed_of(seed, *stream, index))
+        sizes = [6, *(height * width for _, height, width in model.noise_shapes())]
+        z, *maps = torch.randn(sum(sizes), generator=keyed).split(sizes)
+        if numbers is not None:
+            z = torch.from_numpy(np.random.RandomState(numbers[place]).randn(6)).float()
+        noise = [m.view(1, *shape) for m, shape in zip(maps, model.noise_shapes(), strict=True)]
+        with torch.no_grad():
+            expected = to_uint8(model(z[None], labels[place, None], noise=noise))
+        same(found[place, None], expected)
 
 
 def test_labels_seeds_and_settings_reach_the_images(model):
