@@ -155,6 +155,8 @@ def test_each_process_has_as_many_devices(monkeypatch, visible, processes, rank,
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("RANK", str(rank + processes))  # of the second of two machines
+    monkeypatch.setenv("WORLD_SIZE", str(2 * processes))
     device = collectives.choose_device(None, several=True)
     assert [d.index for d in collectives.own_devices(device)] == expected
     assert device.index == expected[0]
