@@ -269,7 +269,9 @@ class TestPredict:
         assert call(predict, *options, "--errors", tmp_path / "bad.csv", "--top", 2) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert "error: 1 of 5 images could not be read, the first: " in printed.err
+        end = f"error: 1 of 5 images could not be read, the first: {photos / 'broken.jpg'}"
+        told = [f"wrote {tmp_path / 'out.csv'}", f"wrote {tmp_path / 'bad.csv'}", end]
+        assert printed.err.splitlines()[-3:] == told
         rows = self.rows(tmp_path / "out.csv")
         assert list(rows[2].values()) == [str(photos / "broken.jpg"), "", "", "", ""]
         (bad,) = self.rows(tmp_path / "bad.csv")

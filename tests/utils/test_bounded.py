@@ -10,26 +10,37 @@ import socket
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from duetgan.commands.inspect import main as inspect
 from duetgan.commands.pack import main as pack
 from duetgan.data.errors import ImageError
 from duetgan.data.packing.sources import open_source, table_files
-from duetgan.inference.inputs import Transform
+from duetgan.inference.inputs import Inputs, Transform
+from duetgan.models.restore import read_tensors
 from duetgan.models.weights import read_state_dict
 from duetgan.utils import files
+from duetgan.utils.checkpoint import load
+from duetgan.utils.checkpoint import save as save_checkpoint
+from duetgan.utils.config import plugins
+from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.text import printable
 from tests.conftest import assert_raises
 from tests.data.packing.sources.source_files import item_refused, parquet, refused
+from tests.utils.checkpoint.files import content as checkpoint_content
 
 PACKAGE = Path(__file__).parents[2] / "duetgan"
 OWN = {  # what opens files otherwise, and why
@@ -152,6 +163,52 @@ def test_limit_by_the_environment(tmp_path, monkeypatch):
         files.read_file(tmp_path / "x", files.IMAGE)
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "none")  # no number: the limit stays
     assert files.IMAGE.limit == 256 << 20
+
+
+def _opened_list(path: Path) -> None:
+    with ExitStack() as stack:
+        assert len(Inputs([str(path)], stack)) == 1
+
+
+def _as_png(path: Path) -> None:
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)).save(path)
+
+
+def _as_checkpoint(path: Path) -> None:
+    save_checkpoint(
+        path.parent, checkpoint_content(int(path.stem.removeprefix("step-")), state={"x": {"w": torch.ones(300_000)}})
+    )
+
+
+read_weights_file = partial(read_tensors, remedy="")
+LINES = "\n" * (1 << 20)
+LIMITS: list[tuple[str, str, str | Callable[[Path], Any], Callable[[Path], Any]]] = [
+    ("WEIGHTS", "step-00000005.pt", _as_checkpoint, load),
+    ("WEIGHTS", "step-00000006.pt", _as_checkpoint, partial(load, verify=False)),
+    ("WEIGHTS", "w.pt", lambda path: torch.save({"a.weight": torch.ones(300_000)}, path), read_state_dict),
+    ("WEIGHTS", "w.safetensors", lambda path: save_file({"w": torch.ones(300_000)}, path), read_weights_file),
+    ("CONFIG", "x.yaml", f"a: 1 # {'é' * 600_000}\n", read_yaml),
+    ("CONFIG", "own.py", f"A = 1\n{LINES}", lambda path: plugins.load([str(path)])),
+    ("TABLE", "list.txt", f"a.png\n{LINES}", _opened_list),
+    ("TABLE", "t.csv", f"path,label\na.png,x\n{LINES}", lambda path: len(open_source(str(path)))),
+    ("IMAGE", "noise.png", _as_png, Transform(ImageSpec(3, 8, 8), "crop").read),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "made", "reader"), LIMITS, ids=[f"{row[0]}-{row[1]}" for row in LIMITS])
+def test_each_reader_has_the_limit_of_its_own_kind(tmp_path, monkeypatch, kind, name, made, reader):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    path = tmp_path / name
+    path.write_text(made) if isinstance(made, str) else made(path)
+    assert path.stat().st_size > 1 << 20
+    kinds = ("IMAGE", "UPLOAD", "ARRAY", "TABLE", "CONFIG", "WEIGHTS")
+    with monkeypatch.context() as patch:
+        patch.setenv(f"DUET_MAX_{kind}_MIB", "1")
+        with pytest.raises((UserError, ImageError), match=f"more than the 1 MiB for .*DUET_MAX_{kind}_MIB"):
+            reader(path)
+    for other in set(kinds) - {kind}:
+        monkeypatch.setenv(f"DUET_MAX_{other}_MIB", "1")
+    reader(path)
 
 
 class Endless(io.BufferedIOBase):
