@@ -3,6 +3,9 @@
 import importlib
 import json
 import math
+from argparse import Namespace
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +107,57 @@ def test_a_good_export_is_left_behind_and_told_of(run, tmp_path, capsys, form):
     assert sorted(path.name for path in out.parent.iterdir()) == ["model.bin"]
 
 
+def test_the_table_names_each_value_and_the_end_names_the_size_of_the_file(run, tmp_path, capsys):
+    rows = [
+        row_of("fp32 eager", agreement=1.0, accuracy=0.75, accuracy_change=0.0),
+        row_of("int8", largest_difference=0.01234, agreement=0.9, accuracy=0.5, accuracy_change=-0.25),
+        row_of("g", largest_difference=math.inf),
+    ]
+    for row, mib in zip(rows, (3, 1.5, 0.25), strict=True):
+        row.bytes = int(mib * 2**20)
+    head, *lines = [line.split() for line in check.table(rows).splitlines()]
+    assert head == ["MiB", "largest", "difference", "accuracy", "change"]
+    assert lines == [
+        ["fp32", "eager", "3.00", "0", "0.7500", "+0.0000"],
+        ["int8", "1.50", "0.0123", "0.5000", "-0.2500"],
+        ["g", "0.25", "inf"],
+    ]
+    out = tmp_path / "x.safetensors"
+    assert script.main(command(run, out, "--n", "21")) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0] == "checked on 21 inputs"
+    sizes = {line.split("  ")[0]: line.split()[-4] for line in printed.out.splitlines()[-2:]}
+    assert sizes["safetensors"] == f"{out.stat().st_size / 2**20:.2f}" != sizes["fp32 eager"]
+    assert printed.err.splitlines() == ["writing safetensors", f"wrote {out}, {sizes['safetensors']} MiB"]
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "checked", "calibrated"),
+    [
+        ({"path": "train", "val_path": "test"}, {}, 21, 40),
+        ({"path": "train"}, {}, 20, 20),  # halves of one file
+        ({"val_path": "test"}, {}, 11, 10),
+        ({"path": "train", "val_path": "test"}, {"data": "other"}, 9, 40),
+        ({"path": "train", "val_path": "test"}, {"calibration": "other"}, 21, 9),
+        ({}, {"data": "other"}, 5, 4),
+    ],
+)
+def test_images_are_held_out_ones_and_those_of_a_calibration_training_ones(
+    tmp_path, places, options, checked, calibrated
+):
+    files = {name: str(pack(tmp_path / f"{name}.lmdb", count=count, seed=count))
+             for name, count in (("train", 40), ("test", 21), ("other", 9))}  # fmt: skip
+    run = classifier_run(tmp_path / "run", data={key: files[name] for key, name in places.items()})
+    given: dict[str, Any] = {"data": None, "calibration": None} | {key: files[name] for key, name in options.items()}
+    job = Namespace(format="int8", fit_temperature=False, n=1000, calibrated=40, **given)
+    subject = check.open_subject(job, load(resolve(run)))
+    parts = (subject.batches, subject.calibration)
+    assert [sum(len(batch[0]) for batch in part) for part in parts] == [checked, calibrated]
+    job.n, job.calibrated = 3, 2
+    parts = attrgetter("batches", "calibration")(check.open_subject(job, load(resolve(run))))
+    assert [sum(len(batch[0]) for batch in part) for part in parts] == [3, 2]
+
+
 def test_the_file_of_weights_can_be_exported_on_and_generators_without_images(run, tmp_path, capsys, runs):
     first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     data = str(run.parent / "test.lmdb")
@@ -174,10 +228,45 @@ def test_an_exporter_that_breaks_or_a_network_without_finite_outputs_leaves_noth
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_of_16_bits_are_brought_into_the_range_by_their_own():
+GREY = "images: float32 [N, 1, 8, 8] in [-1, 1], grey: pixels / 127.5 - 1"
+WARM = {"temperature": torch.tensor(2.5)}
+LOGITS = "logits: float32 [N, classes], in the order of `classes`; "
+SEVERAL = "; labels: float32 [N, classes], 1 for each label that the image has, else 0"
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "expected"),
+    [
+        ("classifier", {}, {"input": GREY, "output": f"{LOGITS}softmax gives probabilities"}),
+        (
+            "classifier",
+            {"state": {"model_ema": WARM | {"thresholds": torch.tensor([0.25, 0.75])}}},
+            {
+                "output": f"{LOGITS}divided by the temperature 2.5; sigmoid gives each label's probability",
+                "thresholds": "[0.25, 0.75]",
+            },
+        ),
+        ("classifier", {"config": {"data": {"resolution": "10x6"}}}, {"input": GREY.replace("8, 8", "6, 10")}),
+        ("gan", {"classes": []}, {"input": "z: float32 [N, z_dim], normal", "output": GREY, "classes": "[]"}),
+        ("gan", {}, {"input": "z: float32 [N, z_dim], normal; labels: int64 [N], indices into `classes`"}),
+        ("gan", {"sets": [[0], [0, 1]]}, {"input": f"z: float32 [N, z_dim], normal{SEVERAL}", "output": GREY}),
+    ],
+)
+def test_an_interface_names_inputs_and_outputs(task, more, expected):
+    shape = {"channels": 1, "classes": 2, "resolution": 8}
+    state = {"model_ema": {}, "generator_ema": {}}
+    content = {"task": task, "classes": ["b", "a"], "config": {"data": {}}, "shape": shape, "state": state} | more
+    found = interface(content)
+    assert found | {"classes": '["b", "a"]'} | expected == found
+    assert ("thresholds" in found) == ("thresholds" in expected)
+
+
+def test_values_of_16_bits_are_brought_into_the_range_by_their_own_and_colours_by_alpha():
     shape = {"channels": 1, "resolution": 8, "pixel_format": {"depth": "uint16"}}
     generator = {"task": "gan", "classes": [], "config": {}, "shape": shape, "state": {}}
     assert "(values - 0) / 32767.5 - 1" in " ".join(interface(generator).values())
+    shape = {"channels": 4, "resolution": 8, "pixel_format": {"depth": "uint8", "alpha": True}}
+    assert "; then x becomes a (x + 1) - 1 in the colours" in interface(generator | {"shape": shape})["output"]
 
 
 HALF = ("--truncation-psi", "0.5")
