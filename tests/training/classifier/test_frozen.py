@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from duetgan.data.augment.transforms import AUGMENTATIONS, to_float
 from duetgan.data.reading.dataset import Dataset
+from duetgan.data.reading.loader import read_batch
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.training.base.data import open_training
 from duetgan.training.classifier import frozen
 from duetgan.training.classifier.finetune import FineTuneConfig, FineTuning
+from duetgan.training.classifier.network import PLACEMENTS
 from duetgan.training.classifier.replica import ClassifierFromStage
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.run import prepare
@@ -158,6 +160,11 @@ def test_speed_is_measured_behind_what_is_kept(packed):
     assert trial.batch.features is not None
     assert trial.seconds("fp32") > 0
     assert trial.task.frozen.begin == BORDERS["maps"]  # type: ignore[attr-defined]
+    config = config_of(packed, **VARIANTS["maps"], resizing={"initial_scale": 0.5}, steps=100)
+    task = ClassifierTask(config, Dataset(packed / "train.lmdb"), None, torch.device("cpu"))
+    for step, side in ((0, 8), (99, 16)):
+        assert task.as_read(read_batch(task.dataset, np.arange(4)), step).features is not None
+        assert task.model.side == side
     whole = config_of(packed, **uncached(VARIANTS["maps"]))
     assert not Trial(whole, 8, Dataset(packed / "train.lmdb"), torch.device("cpu")).batch.images.is_floating_point()
 
@@ -202,16 +209,42 @@ NEVER: dict[str, dict[str, Any]] = {
     "own": {"augment": {"own": ["fade"]}},
     "short": {"steps": 4, "batch_size": 50},  # as many samples as images
     "short for both views": {"steps": 8, "batch_size": 50, "augment": {"flip": True}},
+    "taught": {"loss": {"teacher": "a run"}},
+    "on several devices": {"model": TREE["model"] | {"split": "auto"}},
 }
 
 
 @pytest.mark.parametrize("name", NEVER)
 def test_nothing_is_kept_where_images_never_come_again(packed, name, monkeypatch):
     monkeypatch.setitem(AUGMENTATIONS, "fade", lambda images, draws: images)
+    monkeypatch.setattr("duetgan.training.classifier.loss.Teacher", lambda *_: None)
+    monkeypatch.setitem(PLACEMENTS, "split", lambda *_: None)
     config = config_of(packed, **NEVER[name])
     task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
     assert task.frozen.spans == []
     assert task.source(0) is None
+
+
+def test_features_are_computed_in_the_runs_precision(packed):
+    """Both of images and of the outputs that are kept."""
+    config = config_of(packed, precision="bf16", finetune={"freeze": ["stem", "layer1"]})
+    task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
+    source: Any = task.source(0)
+    assert (task.frozen.begin, source.dtype) == (2, torch.bfloat16)
+    for features, _ in (task.frozen.features(None), task.frozen.features(source)):
+        assert torch.equal(features, features.bfloat16().float())
+
+
+@pytest.mark.parametrize(("freeze", "is_cached"), [("backbone", True), ("stem", False)])
+def test_accelerators_compute_maps_that_have_more_bytes_than_images(packed, monkeypatch, freeze, is_cached):
+    """Features have more bytes too, but they save the whole network."""
+    config = config_of(packed, finetune={"freeze": [freeze]}, augment={"flip": True})
+    task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
+    source: Any = task.source(0)
+    assert source.rows.shape[1] > task.dataset.spec.values
+    monkeypatch.setattr(frozen, "device_of", lambda _: torch.device("cuda"))
+    task.frozen._span = None
+    assert (task.source(0) is not None) == is_cached
 
 
 @pytest.mark.parametrize("is_main", [True, False])

@@ -145,6 +145,18 @@ REFUSED = [
 ]
 
 
+def test_outputs_that_are_kept_have_the_labels_of_their_images(folder):
+    """With augmentation that leaves the images, and with a head alone that trains."""
+    config = config_of(folder, batch_size=200, augment={"flip": True}, finetune={"unfreeze": {"head": 0}})
+    with Dataset(folder / "train.lmdb") as reader:
+        task = ClassifierTask(config, reader, None, CPU)
+        source: Any = task.source(0)
+        samples = task.samples(source.batch(np.arange(len(reader))), 0)
+        expected = [[float(label in SETS[number]) for label in range(3)] for number in reader.label_numbers()]
+    assert (samples.begin, samples.images.shape[2:]) == (5, ())
+    assert samples.targets.labels.tolist() == expected
+
+
 @pytest.mark.parametrize(("more", "words"), REFUSED)
 def test_what_does_not_go_together_is_refused_in_a_line(folder, more, words):
     data = {key: value and str(folder / value) for key, value in more.get("data", {}).items()}

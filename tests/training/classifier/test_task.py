@@ -2,6 +2,7 @@
 
 import re
 import sys
+from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -257,8 +258,11 @@ def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):
     counted = [call.args for call in added.call_args_list if any(part is counter for part in call.args[0])]
     assert [number.dtype for _, number in counted] == [torch.int64]  # of another dtype it would be slow on CUDA
     assert (counter, task.ema.model.network.bn1.num_batches_tracked) == (2, 2)
+    before = deepcopy([task.model.state_dict(), task.ema.state_dict(), task.updater.state_dict()["state"]])
     with patch.object(task.criterion, "smoothing", torch.tensor(float("nan"))):
         assert task.step(loader, 1)["skipped_updates/classifier"] == 1
+    after = [task.model.state_dict(), task.ema.state_dict(), task.updater.state_dict()["state"]]
+    assert differing(before, after) == []
     assert counter == 2
     task.model(torch.zeros(2, 1, 32, 32))  # outside of a step the layer counts
     assert counter == 3

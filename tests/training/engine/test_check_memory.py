@@ -11,6 +11,7 @@ import torch
 
 from duetgan.commands.train import main
 from duetgan.training.base.task import Outline
+from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine import health, preflight
 from duetgan.training.engine.tasks import TASKS, build_run_config
 from duetgan.utils.config.recipes import STUDIES
@@ -84,6 +85,26 @@ def test_a_classifiers_hidden_layer_counts_with_its_average():
     tree = {"task": "classifier", "model": {"head": "hidden", "head_width": 1000}}
     ((name, (layer, copies)),) = check(tree, memory=2**40).items()
     assert (name, layer.weight.shape, copies) == ("model", (1000, 128), 2)
+
+
+def test_a_gpu_is_that_of_one_process_and_a_split_network_has_several(monkeypatch):
+    gpu, sizes, calls = torch.device("cuda", 0), {"off": 1032, "auto": 1031}, []
+    monkeypatch.setattr(preflight, "local_processes", lambda: 4)
+    for split, size in sizes.items():
+        config: Any = build_run_config({"task": "classifier", "model": {"split": split}}, [], "x.yaml")
+        outline = partial(ClassifierTask.outline, config, {})  # a layer of 129 numbers, and its average
+
+        def room(device: torch.device, *, several: bool, size: int = size) -> int:
+            calls.append((device, several))
+            return size
+
+        monkeypatch.setattr(preflight, "total_bytes", room)
+        if split == "off":
+            preflight.check_memory(config, outline, gpu)
+            continue
+        with pytest.raises(UserError, match=r"but the GPU has 0\.0 GiB for a process"):
+            preflight.check_memory(config, outline, gpu)
+    assert calls == [(gpu, False), (gpu, True)]
 
 
 def test_a_fault_of_a_network_is_not_called_a_want_of_memory():

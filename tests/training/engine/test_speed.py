@@ -106,18 +106,20 @@ def test_what_comes_once_a_step_counts_once(config_of, reader, monkeypatch, once
     """airbench: Muon takes longer than the first small batches, and was counted for each of them. A larger batch might
     take four times as long as the smallest: the plan would be waited for.
     """
-    tried = []
+    tried, precisions = [], set[str]()
 
-    def seconds(trial: Any, _precision: str, _step: int | None = None) -> float:
+    def seconds(trial: Any, precision: str, _step: int | None = None) -> float:
         tried.append(trial.samples)
+        precisions.add(precision)
         return once + 0.002 * trial.samples
 
     monkeypatch.setattr(Trial, "seconds", seconds)
-    config = config_of("classifier", "--batch-size", "2000", "--micro-batch", micro)
+    config = config_of("classifier", "--batch-size", "2000", "--micro-batch", micro, "--precision", "bf16")
     found = seconds_per_image(config, reader, CPU)
     if most > 2:
         assert found == pytest.approx((once + 0.002 * 2000) / 2000)
     assert tried == [2] * 2 + [most] * 3
+    assert precisions == {"bf16"}
 
 
 def test_a_recipes_speed(packed, tmp_path, monkeypatch):
@@ -129,8 +131,10 @@ def test_a_recipes_speed(packed, tmp_path, monkeypatch):
     def short(*_: Any) -> float:
         raise raised
 
-    monkeypatch.setattr(speed, "seconds_per_image", lambda *_: 0.125)
+    monkeypatch.setattr(speed, "seconds_per_image", lambda config, *_: {"fp32": 0.125, "bf16": 0.25}[config.precision])
     assert measure_recipe(recipe, ["--precision", "fp32"], device="cpu") == ("fp32", 8.0)
+    monkeypatch.setattr(speed, "faster_precision", lambda config, *_: (config.changed(precision="bf16"), ""))
+    assert measure_recipe(recipe, ["--precision", "fp32"], device="cpu") == ("bf16", 4.0)
     monkeypatch.setattr(speed, "seconds_per_image", short)
     raised: Exception = MemoryError()
     assert_raises(UserError, "memory runs out in a step", measure_recipe, recipe, [], device="cpu")
