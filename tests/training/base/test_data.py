@@ -246,6 +246,10 @@ def test_description(folder):
     two.meta = two.meta.model_copy(update={"split": split})
     expected["held-out"]["groups"] = "1,234 (--group-by-folder)"
     assert data.facts(training, two) == expected
+    sets = [[0, 1], [], [1]]
+    pack_arrays(folder / "several.lmdb", sample_images(5), [0, 0, 1, 2, 2], CLASSES[:2], label_sets=sets)
+    training.synthetic = Dataset(folder / "several.lmdb")  # an image counts for each of its classes
+    assert data.facts(training, None)["synthetic"]["by_class"] == {"cat": 2, "dog": 4}
 
 
 def test_fault_20_held_out_classes_of_a_gan(tmp_path):

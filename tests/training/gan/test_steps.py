@@ -4,6 +4,7 @@ import gc
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.models.layers import convolution, fused
+from duetgan.training.base import graphs
 from duetgan.training.base import teacher as teacher_module
 from duetgan.training.base.data import make_loader
 from duetgan.training.base.phases import PhaseClock, listening
@@ -344,7 +346,8 @@ class Passes:
         return call
 
 
-def test_parts_of_a_task_have_their_sections_of_the_config(folder):
+def test_parts_of_a_task_have_their_sections_of_the_config(folder, monkeypatch):
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.main_first", lambda build: ("rank 0 first", build()))
     more = {"watch": {"memory": 0.3, "on": False}, "distributed": {"compress": "bf16"}}
     task = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
     assert task.watch.config == task.config.watch
@@ -354,13 +357,16 @@ def test_parts_of_a_task_have_their_sections_of_the_config(folder):
         assert updater.model is task.registry()[name]
         assert updater.exchange.compress == "bf16"
     assert task.generator_step.updater.config.lr == 0.02
+    order, (extractor,) = task.evaluation.extractors  # which may download weights
+    assert (order, extractor.name) == ("rank 0 first", "pixels")
 
 
 def test_what_is_not_finite_moves_neither_the_network_nor_its_average(folder):
-    run = Run(folder, GAN)
+    run = Run(folder, GAN, ema={"ema_kimg": 0.1, "ema_rampup": None})
     run.step()
     networks = (run.task.generator, run.task.ema.model)
     before = [{name: p.clone() for name, p in network.named_parameters()} for network in networks]
+    assert not same(*before)
     discriminator = state(run.task.discriminator)
     next(run.task.generator.parameters()).register_hook(lambda gradient: gradient * torch.nan)
     metrics = run.step()
@@ -412,6 +418,10 @@ JUDGED = [*AUGMENTED, "D: generator/forward half"] * 2
 APART = ["G: generator/forward half", *JUDGED, "teacher: generator/forward half", "gradient of G: generator/backward"]
 PATHS = ["G: generator/path_length 2 half", "gradient of G: generator/path_length 2"]
 OWN = ["G: generator/forward half", *["D: generator/forward half"] * 2, "gradient of G: generator/backward", *UPDATES]
+# the generator's losses once more, before the step
+MEASURED = {"path_length_weight": 2.0, "path_length_interval": 2, "gradients_every": 2}
+COMPARED = ["G: generator/forward half", "D: other/host half", "gradient of G: other/host"]
+COMPARED += ["G: other/host 2 half", "gradient of G: other/host 2"]
 OWN += ["G: discriminator/samples half", *PENALTY, *LAST]
 
 
@@ -430,10 +440,43 @@ OWN += ["G: discriminator/samples half", *PENALTY, *LAST]
             [*APART, *UPDATES, *AUGMENTED, *PLAIN, *AUGMENTED, *PLAIN, *LAST],
         ),
         (R3GAN | {"loss": PAIRS}, OWN, OWN),
+        (
+            GAN | {"loss": GAN["loss"] | MEASURED},
+            [*COMPARED, *SHARED, *PENALTY, *PATHS, *UPDATES, *LAST],
+            [*SHARED, *PLAIN, *UPDATES, *LAST],
+        ),
     ],
-    ids=["shared", "wasserstein", "every loss", "pairs"],
+    ids=["shared", "wasserstein", "every loss", "pairs", "gradients of each loss"],
 )
 def test_each_pass_has_its_phase_derivatives_and_precision(folder, tree, first, second):
     passes = Passes(Run(folder, tree, precision="bf16"))
     assert passes.step() == first
     assert passes.step() == second
+
+
+def test_a_step_that_is_profiled_or_cannot_be_captured_runs_eagerly(folder, monkeypatch, capsys):
+    """Its phases are not seen inside a graph."""
+
+    class Device:
+        working = nullcontext
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def capturing(self) -> Any:
+            raise RuntimeError("captured")
+
+    plain = Run(folder, GAN)
+    expected = [plain.step() for _ in range(7)]
+    monkeypatch.setitem(graphs.DEVICES, "cpu", Device)
+    run = Run(folder, GAN)
+    found = [run.step(), run.step()]  # one of each kind
+    with listening(PhaseClock(lambda: None, time.perf_counter)) as clock:
+        found += [run.step(), run.step()]
+    assert "generator/backward" in clock.seconds
+    assert capsys.readouterr().err == ""
+    found += [run.step() for _ in range(3)]
+    assert found == expected
+    reason = "the capture of a step failed: captured"
+    assert capsys.readouterr().err == f"graphs: steps run eagerly, because {reason}\n"
+    assert run.task.describe()["graphs"] == f"eager, because {reason}"
