@@ -140,12 +140,21 @@ def test_evaluations_are_those_of_the_command(classifier, generator, runs, tmp_p
     assert {metric.name for metric in result.metrics} >= {"accuracy", "ece", "nll", "auroc"}
     assert result.to_pandas()["value"].tolist() == [metric.value for metric in result.metrics]
     extractors = [pixel_features(ImageSpec(1, 8, 8))]
+    shown: list[Any] = []
+
+    def noted(**named):
+        shown.append((named["desc"], named["total"], named["disable"]))
+        return Bar(**named | {"disable": True})
+
+    monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", noted)
     with open_dataset(test) as images, open_dataset(train) as others:
         options: dict[str, Any] = {"extractors": extractors, "train_dataset": others}
         document = evaluate_generator(generator.network, images, n=50, seed=1, **options)
-    capsys.readouterr()
+    assert shown == [("", 60, True)] * 3
     result = generator.evaluate(test, training=train, extractors=["pixels"], n=50, seed=1, progress=True)
     assert result.document == document
+    passes = ("real test images", "real train images", "samples")
+    assert shown[3:] == [(words, 60, False) for words in passes]  # more than 50: of each class 200, if there are
     floors = {metric.name: metric.floor for metric in result.metrics if metric.floor is not None}
     expected = document["distances"][0]
     assert floors == {"frechet": expected["floor"], "kernel": expected["kernel_floor"]}
@@ -181,6 +190,9 @@ def test_a_classifier_is_its_network(classifier):
 def test_the_model_that_is_loaded_is_of_its_kind_and_its_network(generator, runs):
     network, z = generator_from(load(resolve(runs["gan"]))), torch.linspace(-1, 1, 16).view(2, 8)
     assert generator(z, torch.tensor([0, 2])).equal(network(z, torch.tensor([0, 2])))
+    table = generator.sample(4, classes=["light", "dark"], seed=5).to_pandas()
+    columns = {"label": ["light", "dark"] * 2, "seed": [5] * 4, "index": [2, 0, 5, 3]}
+    assert table.to_dict("list") == columns
     assert isinstance(duetgan.load(runs["classifier"]), duetgan.Classifier)
     assert isinstance(duetgan.load(runs["gan"]), duetgan.Generator)
     for wrong, told in (

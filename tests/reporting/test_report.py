@@ -14,12 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+from duetgan.metrics.figures import FIGURES
 from duetgan.metrics.tables import credible, note_lines
-from duetgan.reporting.pictures import LARGEST_SIDE, MOST_SAMPLES, samples
+from duetgan.reporting.pictures import CAPTIONS, LARGEST_SIDE, MOST_SAMPLES, samples
 from duetgan.reporting.report import charts, write_quickstart_report, write_report
 from duetgan.reporting.run_files import Run
 from duetgan.utils.images import grid, save_png
 from duetgan.utils.runlog.versions import environment
+from tests.slim import no_curves
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 EVIL = "<script>alert('x')</script>"
@@ -227,6 +229,111 @@ def test_headline_and_images_come_before_training_and_curves_and_nothing_is_left
     assert [words for words in shown if words not in text] == []
 
 
+def pieces(source: str) -> dict[str, list[Any]]:
+    """The headings, tiles, tables, captions, titles of charts with their legends, and remarks of a page."""
+    source = html.unescape(source.partition("<body>")[2])
+    tables = [table.split("</tr>")[:-1] for table in re.findall(r"<table.*?>(.*?)</table>", source, re.DOTALL)]
+    charts = re.findall(r'<figure class="chart"><figcaption>(.*?)<span class="keys">(.*?)</span></figcaption>', source)
+    return {
+        "headings": re.findall(r"<h[123]>(.*?)</h", source),
+        "tiles": re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', source),
+        "tables": [[re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in table] for table in tables][:-1],  # no versions
+        "captions": re.findall(r'<figure class="image.*?alt="(.*?)">', source),
+        "large": re.findall(r"<figcaption>(.*?), the latest</figcaption>", source),
+        "charts": [(title, re.findall(r"s(\d)\">(.*?) <b>(.*?)</b>", legend)) for title, legend in charts],
+        "remarks": re.findall(r'<p class="(?:note|missing|soft)">(.*?)</p>', source),
+    }
+
+
+def test_every_value_of_a_page_is_that_of_its_file(tmp_path, monkeypatch):
+    """No two values of a kind are equal, and no mean is a median."""
+    monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
+    run = tmp_path / "run"
+    meanings = {row.key: row.meaning for row in FIGURES}
+    rows: list[dict[str, Any]] = [{"step": step, "images": 64 * step} for step in (10, 20, 30)]
+    for row, speed, wait in zip(rows, (100.0, 430.0, 130.0), (0.02, 0.5, 0.04), strict=True):
+        row |= {"images_per_second": speed, "data_wait": wait}
+        row |= {"loss/generator": speed / 1000, "loss/discriminator": 2 * wait}
+        row |= {f"x{number}": number + row["step"] for number in range(7)}
+    write(run / "metrics.jsonl", "\n".join(map(json.dumps, rows)))
+    write(run / "config.yaml", "task: gan\n")
+    write(run / "status.json", {"state": "stopped", "step": 37, "reason": "SIGTERM", "seconds": 7270.0})
+    write(run / "checkpoints" / "last.json", {"step": 36, "metric": "frechet", "value": 5.5})
+    write(run / "checkpoints" / "best.json", {"step": 24, "metric": "diversity_ratio", "value": 0.625})
+    data = {
+        "training": {"path": "a.lmdb", "count": 650, "channels": 3, "resolution": 32, "groups": 11},
+        "synthetic": {"path": "b.lmdb", "count": 90, "channels": 1, "resolution": 16},
+        "held-out": {"path": "c.lmdb", "count": 72, "channels": 4, "resolution": 64},
+    }
+    for role, counts in zip(data, ({"Bag": 400, "Hat": 250}, {"Bag": 90}, {"Hat": 60, "Cap": 12}), strict=True):
+        data[role]["by_class"] = counts
+    write(run / "data.json", data | {"history": {"0": "a.lmdb", "30": "d.lmdb"}})
+    copies = {"copies": True, "share": 0.125, "expected": 0.01, "p_value": 0.00025, "searched": 9000}
+    distances: list[dict[str, Any]] = [
+        {"extractor": "resnet50", "frechet": 1869.25, "kernel": 1.5, "floor": 60.875, "kernel_floor": 0.25, "n": 2000},
+        {"extractor": "classifier:runs/a", "frechet": 2.5, "kernel": 3.5, "floor": 0.5, "n": 1990},
+    ]
+    document: dict[str, Any] = {"checkpoint": "x.pt", "step": 24, "n": 2010, "seed": 4, "data": "c.lmdb"}
+    document |= {"distances": distances, "recognised": 0.8725, "judge": {"accuracy": 0.75, "majority_class_rate": 0.25}}
+    document |= {"recall": 0.375, "memorisation": copies | {"extractor": "pixels"}, "notes": {"recall": "a note"}}
+    document |= {"images": ["neighbours.png", "real.png", "truncation.png", "samples.png"]}
+    distances[0]["frechet_interval"] = document["recall_interval"] = [0.25, 2000.5]
+    write(run / "eval" / "metrics.json", document)
+    for name in document["images"]:
+        save_grid(run / "eval" / name)
+    for step in (0, 20, 24):
+        save_grid(run / "samples" / f"step-{step:08d}.png")
+    judge = f"{meanings['recognised']} (the classifier is right on 75.0 % of the real images of this size; always "
+    judge += "predicting the most frequent class would be right on 25.0 %)"
+    distance = "Frechet distance between samples and real images, on features of resnet50 (between training and test "
+    distance += "images: 60.9; 2,000 images each; 95 % interval 0.25 to 2,000)"
+    recall = f"{meanings['recall']} (95 % interval 25.0 to 200050.0 %; features of resnet50)"
+    near = "12.5 % of the samples are unusually near to a training image (expected without copying: 1.0 %); p-value "
+    near += "0.00025 (features of pixels, 9,000 training images searched)"
+    evaluation = pieces(write_report(run).read_text())
+    assert evaluation["headings"] == [
+        "Run run (gan)", "Evaluation", "Samples over time", "Training", "Data", "How this was made",
+        "Commands to repeat this run", "Versions and machine",
+    ]  # fmt: skip
+    assert evaluation["tiles"] == [
+        ("87.2 %", judge), ("1,869", distance), ("87.2 %", judge), ("37.5 %", recall), ("copies training images", near),
+        ("stopped", "SIGTERM"), ("37", "steps"), ("2.0 h", "duration, including evaluations"),
+        ("130", "images per second (median)"), ("4.0 %", "of the time spent waiting for data (median)"),
+        ("step 24", "best checkpoint by evaluations during training: diversity ratio 0.625"),
+    ]  # fmt: skip
+    titles = [row.title for row in FIGURES if row.place == "column"]
+    assert evaluation["tables"] == [
+        [["extractor", *titles, "n"], ["resnet50", "1,869 ± 131", "60.9", "1.5", "0.25", "2,000"],
+         ["classifier (a)", "2.5", "0.5", "3.5", "-", "1,990"]],
+        [["data", "file", "images", "size", "groups of images kept together"],
+         ["training", "a.lmdb", "650", "32 px, 3 channel(s)", "11"],
+         ["synthetic", "b.lmdb", "90", "16 px, 1 channel(s)", "-"],
+         ["held-out", "c.lmdb", "72", "64 px, 4 channel(s)", "-"]],
+        [["from", "training images"], ["0", "a.lmdb"], ["30", "d.lmdb"]],
+        [["class", "training", "synthetic", "held-out"], ["Bag", "400", "90", "-"], ["Hat", "250", "-", "60"],
+         ["Cap", "-", "-", "12"]],
+    ]  # fmt: skip
+    words = ["Samples", "Real test images", CAPTIONS["neighbours"], CAPTIONS["truncation"]]
+    assert evaluation["captions"] == [*words, "step 0", "step 20", "step 24"]
+    losses = [("0", "loss/generator", "0.13"), ("1", "loss/discriminator", "0.08")]
+    singles = [("images per second", [("0", "images_per_second", "130")]), ("data wait", [("0", "data_wait", "0.04")])]
+    assert evaluation["charts"] == [
+        *singles, ("adversarial losses", losses), *((f"x{i}", [("0", f"x{i}", f"{30 + i}")]) for i in range(7)),
+    ]  # fmt: skip
+    assert evaluation["remarks"] == ["Recall: a note", "checkpoint x.pt, step 24, n 2010, data c.lmdb, seed 4"]
+    assert evaluation["large"] == []
+    for task, caption in (("classifier", "the first training images, as the network sees them"), ("gan", "step 0")):
+        write(run / "config.yaml", f"task: {task}\n")
+        (run / "eval" / "metrics.json").unlink(missing_ok=True)
+        unfinished = pieces(write_report(run).read_text())
+        over = "Training images" if task == "classifier" else "Samples over time"
+        begin = "Training images" if task == "classifier" else "Samples during training"
+        assert unfinished["headings"][1:4] == ["Evaluation", begin, over]
+        assert unfinished["captions"] == ["step 24", caption, "step 20", "step 24"]
+        assert unfinished["large"] == ["step 24"]
+        assert unfinished["remarks"] == [f"Not evaluated yet. Run: python evaluate.py --checkpoint {run}"]
+
+
 def test_a_classifiers_further_figures(tmp_path):
     run = tmp_path / "run"
     (run / "eval").mkdir(parents=True)
@@ -234,6 +341,7 @@ def test_a_classifiers_further_figures(tmp_path):
     found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375], "precision": "fp32"}
     fitted = {"value": 0.7, "n": 60, "nll_before": 0.5, "nll_after": 0.375, "ece_before": 0.08, "ece_after": 0.018}
     found["temperature"] = fitted | {"ece_interval_before": [0.069, 0.091], "ece_interval_after": [0.006, 0.029]}
+    found |= {"tta": "shift", "majority_class_rate": 0.25}
     write(run / "eval" / "metrics.json", found)
     written = html.unescape(write_report(run).read_text())
     rows = [re.findall("<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", written)]
@@ -244,6 +352,7 @@ def test_a_classifiers_further_figures(tmp_path):
     text = page(write_report(run)).text
     shown = ["rare and frequent classes count equally (95 % interval 43.8 to 56.2 %)"]
     shown += ["averaged over the classes (95 % interval 0.812 to 0.938)"]
+    shown += ["classified correctly (mean of 6 views; always predicting the most frequent class: 25.0 %)"]
     assert [words for words in shown if words not in text] == []
     assert "that image's 3rd nearest real image" not in text  # a GAN's precision
 
