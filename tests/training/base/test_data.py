@@ -259,9 +259,9 @@ def test_fault_20_held_out_classes_of_a_gan(tmp_path):
         pack_arrays(tmp_path / f"{name}.lmdb", sample_images(4), np.arange(4) % max(1, len(classes)), classes)
         made[name] = Dataset(tmp_path / f"{name}.lmdb")
     config = GanConfig(data=DataConfig(path="train.lmdb", val_path="val.lmdb"), batch_size=4)
-    swapped = "class 0 is 'dog' here and 'cat' there"
+    swapped, remedy = "class 0 is 'dog' here and 'cat' there", "pack both from the same class folders"
     for other, odd in (("val", "dog missing here; emu only here"), ("swapped", swapped)):
-        with pytest.raises(UserError, match=rf"val\.lmdb: its classes are not those of train\.lmdb: {odd};"):
+        with pytest.raises(UserError, match=rf"val\.lmdb: its classes are not those of train\.lmdb: {odd}; {remedy}$"):
             gan.GanTask(config, made["train"], made[other], torch.device("cpu"))
     gan.GanTask(config, made["train"], made["plain"], torch.device("cpu"))
     gan.GanTask(config, made["train"], None, torch.device("cpu"))

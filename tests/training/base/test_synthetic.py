@@ -1,5 +1,6 @@
 """Synthetic images in a run's config: opened, checked against the real ones, shared out over the classes."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,9 @@ def test_a_file_that_does_not_fit_is_named(folder, images, labels, classes, told
     found = refusal(config_of(folder, path=str(folder / "other.lmdb"), share=None, balance="fill"))
     assert found.startswith(str(folder / "other.lmdb"))
     assert told in found
+    remedy = "trained on these classes" if "its classes" in found else "of these images"
+    if "those of" in found:
+        assert re.search(rf"; draw samples from a generator (that was )?{remedy}$", found)
 
 
 def test_held_out_images_among_the_synthetic_ones_are_told(folder, capsys):
