@@ -67,6 +67,19 @@ def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, n
     name = urls["IMAGENET1K_V1"].rpartition("/")[2]
     file = write_weights(tmp_path / "hub" / "checkpoints" / name, "resnet50")
     assert weights_at_hand(None) == (str(file), "resnet50", False)
+    file.unlink()
+    downloads: list[tuple[str, str]] = []
+
+    def download(url, what):
+        downloads.append((url, what))
+        if len(downloads) > 1:
+            write_weights(file, "resnet50")
+        return ""
+
+    monkeypatch.setattr("duetgan.models.weights.missing_published", download)
+    assert weights_at_hand(None) is None  # a file that is gone again
+    assert weights_at_hand(None) == (str(file), "resnet50", False)
+    assert downloads == [(urls["IMAGENET1K_V1"], "torchvision's resnet50 IMAGENET1K_V1")] * 2
 
 
 def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):

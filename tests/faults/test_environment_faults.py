@@ -184,6 +184,12 @@ def test_installed_plug_ins_are_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     plugins.load()
     assert (tmp_path / "imported").exists()
+    own = tmp_path / "own_module.py"
+    own.write_text("A = 1\n")
+    (tmp_path / "own_folder").mkdir()  # has no file of its own
+    digest = hashlib.sha256(own.read_bytes()).hexdigest()
+    assert plugins.load(["own_module", "own_folder"]) == {"own_module": digest, "own_folder": ""}
+    assert plugins.load([str(own)]) == {str(own): digest}
     (about / "entry_points.txt").write_text("[duetgan.plugins]\nlosses = missing_plug_in\n")
     with pytest.raises(plugins.UserError, match=r"plug-in losses \(missing_plug_in\): ModuleNotFoundError"):
         plugins.load()

@@ -217,6 +217,10 @@ def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_sco
             subject = classifier_subject(load(resolve(runs["classifier"])), reader, calibration=calibration, **how)
         assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == sizes
     checkpoint = load(resolve(runs["classifier"]))
+    with Dataset(pack(tmp_path / "one.lmdb", count=1)) as reader:
+        assert classifier_subject(checkpoint, reader, count=10, batch_size=4).labels.tolist() == [0]
+        message = "one.lmdb: too few images to check an export with; give another file with --data"
+        assert_raises(UserError, message, classifier_subject, checkpoint, reader, calibration=reader, **how)
     with (
         Dataset(pack(tmp_path / "two.lmdb", classes=["a", "b"])) as reader,
         pytest.raises(UserError, match=r"its classes are not those of the classifier: .* missing here; .*with --data"),

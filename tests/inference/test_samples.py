@@ -11,7 +11,15 @@ from duetgan.commands import train
 from duetgan.data.packing.records import pack_arrays
 from duetgan.inference import samples as tables
 from duetgan.inference.latents import Latents
-from duetgan.inference.samples import Sampler, chosen_classes, draw_grid, draw_mix, draw_truncation, parse_layers
+from duetgan.inference.samples import (
+    Sampler,
+    chosen_classes,
+    draw_grid,
+    draw_mix,
+    draw_style_tables,
+    draw_truncation,
+    parse_layers,
+)
 from duetgan.inference.settings import sources
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
@@ -151,6 +159,12 @@ def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
     draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
     assert table["row_heads"] == ["", "A seed 0", "A seed 2"]
     assert table["column_heads"] == ["", "B seed 1", "B seed 3"]
+
+
+def test_a_generator_without_w_has_no_tables_of_styles(runs, tmp_path):
+    options: dict[str, Any] = {"seed": 0, "device": torch.device("cpu"), "mean": "class"}
+    assert draw_style_tables(load(resolve(runs["r3"])), tmp_path, **options) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table, monkeypatch):

@@ -1,5 +1,6 @@
 """Held-out images: which ones (data/packing), and `duet pack --val-share` from a source to two files (U3)."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,38 @@ def test_command_line(pets, tmp_path, refused, capsys):
     assert "--val-dest is for --val-share" in refused(main, pets, tmp_path / "y.lmdb", "--val-dest", "z.lmdb")
 
 
+def test_the_summary_has_the_values_of_both_files(pets, tmp_path):
+    (pets / "cat" / "broken.png").write_text("no image")
+    (pets / "notes.txt").write_text("text")
+    dest, held_out_file = tmp_path / "x.lmdb", tmp_path / "v.lmdb"
+    source = source_at(pets, group_from="([0-9]|broken)[.]")
+    options: dict[str, Any] = {"val_share": 0.3, "val_dest": held_out_file, "on_error": "skip"}
+    found = replace(pack(source, dest, size="16x8", encoding="png", **options), seconds=4.0)
+    kept, held = (LMDBReader(path).meta for path in (dest, held_out_file))
+    assert (found.meta, found.held_out, kept.count + held.count) == (kept, held, 36)
+    classes = [
+        (name, f"{kept.by_class[label]}, {held.by_class[label]} held out") for label, name in enumerate(kept.classes)
+    ]
+    rows = [
+        ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
+        ("held out", f"{held_out_file}: {held.count} of 36 images, {held.count / 36:.1%}"),
+        ("groups", f"{held.split.groups} held out whole (--group-from '([0-9]|broken)[.]')"),
+        ("source", "pets"),
+        ("images", f"{kept.count}, 16x8, RGB"),
+        ("time", "4.0 s, 9 images/s"),
+        ("encoding", "png, centre crop, scaled by Lanczos"),
+        ("resolutions", "8"),
+        ("classes", "2"),
+        *classes,
+        ("duplicates", "3 exact duplicates of other images, in 3 groups"),
+        ("skipped", "1"),
+        ("", str(found.problems[0])),
+        ("ignored", "1: notes.txt"),
+    ]
+    assert kept.split.groups != held.split.groups
+    assert [" ".join(line.split()) for line in found.lines(dest)] == [" ".join(row).strip() for row in rows]
+
+
 def test_refusals(pets, tmp_path, refused, capsys):
     alike, noise = photo_like(1, side=32).repeat(5, axis=0), sample_images(8)
     pictures = {"alone": {"cat/0": noise[0], "dog/0": noise[1]}, "same": {str(n): one for n, one in enumerate(alike)}}
@@ -218,6 +251,16 @@ def test_refusals(pets, tmp_path, refused, capsys):
     succeed(main, tmp_path / "splits", tmp_path / "x.lmdb", "--val-share", "0.25")
     assert "holds out a part of its train images" in capsys.readouterr().err
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
+    part = ["--split", "test"]
+    for options, told in (
+        (["--val-share", "0.5", *part], "--val-share holds out a part of its test images"),
+        ([], "only its training images are packed; for the others run this again with --split ("),
+        (part, ""),
+    ):
+        succeed(main, tmp_path / "splits", tmp_path / "y.lmdb", "--overwrite", *options)
+        error = [line for line in capsys.readouterr().err.splitlines() if "packing" not in line]
+        assert len(error) == bool(told)
+        assert told in "".join(error)
 
 
 def test_a_fault_leaves_both_files_as_they_were(pets, tmp_path, monkeypatch, capsys):

@@ -82,6 +82,19 @@ def test_one_process_takes_the_accelerator_and_several_the_cpu(device, procs, ex
     assert launcher.requested_device(device, None, procs) == expected
 
 
+@pytest.mark.parametrize(
+    ("usable", "told"),
+    [(0, "no usable GPU of this name here"), (1, "only 1 of these 2 can be used"), (2, None), (3, None)],
+)
+def test_gpus_that_cannot_be_used_are_not_replaced_by_the_cpu(monkeypatch, usable, told):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: usable)
+    if told:
+        assert_raises(UserError, f"--gpus 4,7: {told}", launcher.requested_device, None, "4,7", 2)
+    else:
+        assert launcher.requested_device(None, "4,7", 2) is None
+    assert launcher.requested_device("cpu", "4,7", 2) == "cpu"
+
+
 def test_parse_gpus():
     for text, expected in (("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])):
         assert parse_gpus(text) == expected
