@@ -12,7 +12,7 @@ from duetgan.metrics import evaluate_classifier, evaluate_gan, figures, tables
 from duetgan.metrics.evaluate_classifier import evaluate_classifier as evaluated
 from duetgan.metrics.figures import PAGE, Figure, history, written
 from duetgan.metrics.intervals import Measured, wilson
-from duetgan.metrics.lineage import leaks
+from duetgan.metrics.lineage import NO_DATA_PATH, leaks
 from duetgan.metrics.tables import few_images
 from duetgan.models.restore import classifier_from
 from duetgan.reporting import figures as report
@@ -28,7 +28,7 @@ def mean_confidence(answers):
 
 
 def brightest(samples):
-    gaps = samples.counted[0].max(1).values.double()
+    gaps = samples.pixels[0].max(1).values.double()  # those of the extractor `pixels`
     return Measured.normal(float(gaps.mean()), float(gaps.var()) / len(gaps))
 
 
@@ -161,6 +161,11 @@ def test_leaks_are_counted_pixel_for_pixel(tmp_path):
     with Dataset(first) as reader, Dataset(first) as same:
         assert "30 of 30" in leaks(reader, same, reason="")["leaks"]
         assert leaks(reader, None, "gone")["leaks"].endswith("is not known: gone")
+        assert leaks(reader, None, NO_DATA_PATH) == {}
+        with Dataset(pack(tmp_path / "d.lmdb", seed=1, count=45)) as more:  # the first 10 of class 0, the last 5 of 1
+            told = leaks(more, reader, reason="")["leaks"]
+        assert told.startswith("15 of 45 test images are training images")
+        assert told.endswith(f"see duet duplicates {first} {tmp_path / 'd.lmdb'}")
         with Dataset(pack(tmp_path / "b.lmdb", seed=2, count=30)) as other:
             assert not np.isin(other.signatures()["digest"], reader.signatures()["digest"]).any()
             assert leaks(reader, other, reason="") == {}

@@ -22,15 +22,16 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_gan import evaluate_generator
 from duetgan.metrics.features.extractors import build, pixel_features
 from duetgan.metrics.features.selection import Selection
-from duetgan.metrics.figures import UNLABELLED
+from duetgan.metrics.figures import UNLABELLED, Figure
 from duetgan.metrics.image_sets import near_copies
-from duetgan.metrics.intervals import wilson
+from duetgan.metrics.intervals import Measured, wilson
 from duetgan.metrics.samples import memorisation
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.models.restore import generator_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import numpy_generator
 from tests.conftest import assert_raises
 from tests.metrics.conftest import SIDE, pack
@@ -164,9 +165,20 @@ def test_sets_of_more_than_eight_bits_are_compared_as_they_are_stored(tmp_path):
         assert_raises(duetgan.UserError, "or pack them alike", compare, tmp_path / f"{other}.lmdb")
 
 
-def test_results_are_typed_and_a_table(samples, files):
+def test_results_are_typed_and_a_table(samples, files, monkeypatch):
     """Of a larger set, n images are drawn by the seed."""
-    result = duetgan.compare_images(samples["packed"], files["val_path"], extractors=["pixels"], n=30, seed=SEED)
+    shown: list[Any] = []
+
+    def noted(**named: Any) -> Bar:
+        shown.append((named["desc"], named["total"], named["disable"]))
+        return Bar(**named | {"disable": True})
+
+    monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", noted)
+    settings: dict[str, Any] = {"extractors": ["pixels"], "n": 30, "seed": SEED}
+    result = duetgan.compare_images(samples["packed"], files["val_path"], **settings)
+    assert duetgan.compare_images(samples["packed"], files["val_path"], **settings, progress=True) == result
+    sizes = (30, 60)  # as many again of the reference, for the floors
+    assert shown == [(words, count, not words) for words in ("", "images") for count in sizes]
     row = result.document["distances"][0]
     fake, real = features_of(samples["packed"], SEED, "images")[:30], features_of(files["val_path"], SEED)[:30]
     assert row["frechet"] == pytest.approx(frechet_distance(fake, real)[0], rel=1e-6)
@@ -178,6 +190,11 @@ def test_results_are_typed_and_a_table(samples, files):
     frame = result.to_pandas()
     assert frame["name"].tolist() == [row.key for row in UNLABELLED]
     assert frame.set_index("name").loc["kernel", "value"] == row["kernel"]
+    bright = Figure("x", "x", "x", lambda record: Measured(float(record.pixels[0].mean())), interval=False)
+    monkeypatch.setattr("duetgan.metrics.image_sets.UNLABELLED", [bright])
+    (row,) = duetgan.compare_images(samples["packed"], files["val_path"], **settings).document["distances"]
+    means = float(fake.mean()), float(features_of(files["val_path"], SEED)[30:].mean())
+    assert (row["x"], row["floors"]["x"]) == pytest.approx(means)
 
 
 def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refused):
@@ -232,5 +249,7 @@ def test_refusals_are_one_line(samples, files, tmp_path, refused):
         assert told in refused(script.main, str(images), files["val_path"], "--extractor", "pixels")
     mixed = duetgan.compare_images(tmp_path / "mixed", large, extractors=["pixels"], size=8)
     assert (mixed.document["n"], mixed.document["size"]) == (4, "8x8")
+    wide = duetgan.compare_images(tmp_path / "mixed", large, extractors=["pixels"], size="16x8")
+    assert wide.document["size"] == "16x8"
     assert mixed.document["distances"][0]["density"] is None
     assert "more than 5" in mixed.document["notes"]["density"]

@@ -1,19 +1,32 @@
 """Who may judge a generator: not who was trained on samples, supplied a loss or has seen the test images."""
 
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from duetgan.commands import evaluate
 from duetgan.data.lmdb.format import Split
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
-from duetgan.metrics.lineage import TOLERATED, data_of, identities, lineage_of, provenance_of, training_images, unfit
+from duetgan.metrics.lineage import (
+    TOLERATED,
+    data_of,
+    identities,
+    lineage_of,
+    load_judge,
+    provenance_of,
+    training_images,
+    unfit,
+)
 from duetgan.models.restore import classifier_from, generator_from
 from duetgan.utils.checkpoint import CorruptCheckpoint, load, resolve
 from duetgan.utils.checkpoint.provenance import Lineage, recorded
+from duetgan.utils.errors import UserError
+from tests.conftest import assert_raises
 from tests.data.packing.test_inspect import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import answers, call, evaluated
@@ -60,8 +73,11 @@ def test_a_file_of_several_or_the_whole_that_was_split_counts(tmp_path, files):
         assert not identities(reader).isdisjoint(lineage_of(both).trained_on)
         split = Split(part="val", share=0.1, seed=0, whole="50ce", images=60)
         object.__setattr__(reader.meta, "split", split)
-        told = unfit(judge_of(tmp_path / "a", lineage={"trained_on": ["50ce"], "synthetic": []}), reader)
-    assert "was trained on the test images" in told
+        object.__setattr__(reader.meta, "fingerprint", "feed")  # of the same source, packed in another size
+        for name in ("50ce", "feed"):
+            told = unfit(judge_of(tmp_path / name, lineage={"trained_on": [name], "synthetic": []}), reader)
+            assert "was trained on the test images" in told
+        assert lineage_of(reader).trained_on == [hash_of(files["val_path"]), "feed"]
 
 
 @pytest.mark.parametrize(("shared", "refused"), [(1, False), (2, True), (50, True)])
@@ -80,6 +96,19 @@ def test_a_training_file_at_hand_is_searched_for_test_images(tmp_path, shared, r
         assert not refused or f"was trained on {shared}.0% of the test images" in told
         other = judge_of(tmp_path / "b", data={"path": str(train)}, content_hash="another file by now")
         assert unfit(other, reader) == ""
+
+
+def test_a_judge_of_images_in_another_format_or_of_one_label_is_refused(tmp_path, runs, test_reader):
+    pixels = np.arange(18 * SIDE**2, dtype=np.uint16).reshape(18, 1, SIDE, SIDE) * 50
+    pack_arrays(tmp_path / "deep.lmdb", pixels, np.arange(18) % 3, CLASSES)
+    gan, judge = load(resolve(runs["gan"])), str(runs["classifier"])
+    judge_for = partial(load_judge, judge, gan, CLASSES, torch.device("cpu"))
+    told = f"--judge {judge} was trained on images of .*, one label each; give a classifier of images like the gen"
+    assert list(judge_for(test_reader).class_names) == CLASSES
+    with Dataset(tmp_path / "deep.lmdb") as deep:
+        assert_raises(UserError, told, judge_for, deep, option="--judge")
+    object.__setattr__(test_reader.meta, "sets", [[0], [0, 1], [2]])
+    assert_raises(UserError, told, judge_for, test_reader, option="--judge")
 
 
 def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, refused):

@@ -13,6 +13,7 @@ SAMPLES = (
     "real images of the same size (16x16 px). Always predicting the most frequent class would be right on 50 % of the "
     "real images."
 )
+WEAK = "The classifier is too weak to judge the GAN. Look at the samples yourself."
 COPIES = "the GAN copies training images."
 CLASSIFIER = {"accuracy": 0.861, "accuracy_interval": [0.82, 0.904], "n": 200, "majority_class_rate": 0.6}
 CLASSIFIER |= {"balanced_accuracy": 0.82, "confused": []}
@@ -33,13 +34,23 @@ GAN |= {"samples_predicted": {"cat": 300, "dog": 200, "cow": 100}}
             {},
             [RIGHT, "The classifier's most frequent mistakes: cat predicted as dog (3 images)."],
         ),
+        (  # two pairs are told
+            CLASSIFIER | {"confused": [*CONFUSED[:1], CONFUSED[1] | {"n": 1200}, CONFUSED[0] | {"n": 2}]},
+            {},
+            [
+                RIGHT,
+                "The classifier's most frequent mistakes: cat predicted as dog (3 images), dog predicted as cow (1,200 "
+                "images).",
+            ],
+        ),
+        ({}, {"weak_extractors": ["classifier:x"]}, [WEAK]),
         (CLASSIFIER | {"confused": CONFUSED[1:]}, {}, [RIGHT]),  # U10: one image is no habit
         ({}, GAN | {"memorisation": {"copies": False}}, [SAMPLES, f"There is no sign that {COPIES}"]),
         ({}, GAN | {"memorisation": {"copies": True}}, [SAMPLES, "The GAN copies training images."]),
         (  # U1: a judge near chance
             {},
             {"recognised": None, "judge": {"is_weak": True}},
-            ["The classifier is too weak to judge the GAN. Look at the samples yourself."],
+            [WEAK],
         ),
     ],
 )

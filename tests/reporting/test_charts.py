@@ -1,10 +1,14 @@
 """Charts as SVG: what is drawn where, and that nothing reaches beyond a chart."""
 
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from duetgan.reporting.pictures import Chart, number
+from duetgan.reporting.report import charts
+from tests.slim import no_curves
 
 EVIL = "<script>alert('x')</script>"
 
@@ -35,6 +39,7 @@ def test_a_single_point_is_a_dot_and_a_chart_keeps_to_itself():
     evil, again = (Chart({EVIL: [(0, 1.0), (1, 2.0)], "b": [(1, 3.0)]}, title=EVIL) for _ in range(2))
     assert vars(evil) == vars(again)
     assert len(curves(evil)) == 2  # of a single point too
+    assert re.findall(r"stroke: var\(--c(\d)\)", evil.svg) == ["0", "1"]
     assert evil.legend == [(EVIL, "2"), ("b", "3")]
     for word in ("script", "<style", " id=", "href=", "url(", "#"):
         assert word not in evil.svg
@@ -46,6 +51,30 @@ def test_a_single_point_is_a_dot_and_a_chart_keeps_to_itself():
 def test_chart_takes_a_log_scale_only_for_positive_values_far_apart(values, log):
     chart = Chart({"a": list(enumerate(values))}, title="a")
     assert ("log scale" in chart.title) is log
+
+
+TITLES = {
+    "adversarial losses": ["loss/generator", "loss/discriminator"],
+    "loss": ["loss/classifier", "val/nll"],
+    "accuracy": ["val/accuracy", "accuracy/train"],
+    "ece": ["val/ece", "train/ece"],
+    "r1 loss": ["loss/r1"],
+    "lr": ["lr", "lr/generator", "lr/discriminator"],
+    "images per second": ["images_per_second"],
+    "frechet": ["val/frechet"],
+    "D's mean logits: held-out, training and generated images": ["val/logits/real", "val/logits/train"],
+    "p-value of the search for copies (small: the GAN copies)": ["val/memorised_p/pixels"],
+    "fraction of samples unusually near to training images": ["val/memorised/pixels"],
+    "path length: moving mean": ["path_length/mean"],
+}
+
+
+def test_curves_of_a_kind_are_in_one_chart_with_its_title(monkeypatch):
+    monkeypatch.setattr("duetgan.reporting.pictures._svg", no_curves)
+    curves = {key: [(0.0, float(number))] for number, keys in enumerate(TITLES.values()) for key in keys}
+    drawn = charts(SimpleNamespace(series=curves | {"x": [(0.0, math.nan)]}))  # type: ignore[arg-type]
+    assert drawn.pop() == "x: not one finite value."
+    assert {chart.title: [name for name, _ in chart.legend] for chart in drawn} == TITLES
 
 
 def test_numbers_are_short_and_a_long_curve_has_few_points():

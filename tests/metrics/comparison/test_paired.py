@@ -1,6 +1,8 @@
+import math
+
 import numpy as np
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import norm, ttest_rel
 
 from duetgan.metrics.comparison import paired
 from duetgan.metrics.intervals import wilson
@@ -17,6 +19,13 @@ def test_independent_figures_cover_the_difference_of_two_shares():
         assert found.p is not None
         assert (found.p < 0.05) == (low > 0 or high < 0)
     assert 0.93 <= hits / 400 <= 0.98
+    sides = (0.5, [0.4, 0.7]), (0.8, [0.75, 0.95])  # each limit at another distance
+    low, high = 0.3 - math.hypot(0.05, 0.2), 0.3 + math.hypot(0.15, 0.1)
+    p = 2 * norm.sf(0.3 / math.hypot(0.05, 0.2) * norm.isf(0.025))
+    for (one, other), sign in ((sides, 1), (sides[::-1], -1)):
+        found = paired.independent_figures(*one, *other)
+        assert (found.difference, found.p) == pytest.approx((sign * 0.3, p), rel=1e-5)
+        assert found.interval == pytest.approx(sorted([sign * low, sign * high]))
 
 
 def test_over_seeds_it_is_students_paired_test():

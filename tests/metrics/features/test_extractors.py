@@ -73,6 +73,8 @@ def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_pat
     built = build([f"classifier:{run}", "pixels", "classifier"], **SETTINGS, classifier="runs/b", judge=judge)
     assert [extractor.name for extractor in built] == [f"classifier:{run}", "pixels", "classifier:runs/b"]
     assert built[2].source == classifier_features(judge, name="b").source != built[0].source
+    several = classifier_run(tmp_path / "several", sets=[[0], [0, 1]])  # features of one of several labels will do
+    assert build([f"classifier:{several}"], **SETTINGS)[0].source == built[0].source
 
 
 @pytest.mark.parametrize(
