@@ -1,6 +1,7 @@
 """The probe: against scikit-learn, on features that hold nothing, and as the beginning of a run."""
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,27 @@ def test_classes_are_spread_over_the_folds(monkeypatch):
         assert probe.fit(features, of_features, 3).images == expected
 
 
+def test_the_seed_chooses_the_folds_and_the_images_that_are_cross_validated(monkeypatch):
+    labels = torch.arange(60) % 3
+    folds = [probe._folds(labels.numpy(), seed, np.arange(60)).tolist() for seed in (0, 1)]
+    assert folds[0] != folds[1]
+    seen: list[list[float]] = []
+
+    def path(features: Any, _labels: Any, _classes: int, strengths: Any, _scale: Any) -> Any:
+        seen.append(features.flatten().tolist())
+        return ((torch.zeros(3, 1), torch.zeros(3)) for _ in strengths)
+
+    monkeypatch.setattr(probe, "_path", path)
+    monkeypatch.setattr(probe, "_folds", lambda *_: np.arange(60) % probe.FOLDS)
+    monkeypatch.setattr(probe, "WORK", 3 * 20)
+    for seed in (0, 1):
+        probe.fit(torch.arange(60.0)[:, None, None], labels, 3, seed=seed)
+    cross_validated = [{value for part in parts for value in part} for parts in (seen[:5], seen[6:11])]
+    assert [len(images) for images in cross_validated] == [20, 20]
+    assert cross_validated[0] != cross_validated[1]
+    assert seen[5] == seen[11] == torch.arange(60.0).tolist()
+
+
 def config_of(packed: Any, **more: Any) -> Any:
     data = {"path": str(packed / "train.lmdb"), "val_path": str(packed / "test.lmdb")}
     return build_run_config(TREE | {"data": data, "augment": {"flip": True}} | more, [], "x")
@@ -115,7 +137,9 @@ def test_a_run_begins_at_its_probe(packed, tmp_path, donor, capsys, monkeypatch)
     pairs = np.arange(200) // 2
     monkeypatch.setattr("duetgan.training.classifier.task.look_alike_groups", lambda _: pairs)
     frozen = {"finetune": {"freeze": ["backbone"], "probe": True}, "seed": 4} | donor
+    began = time.perf_counter()
     task, state = train(config_of(packed, **frozen, steps=1, optimizer={"name": "sgd", "lr": 1e-12}), tmp_path / "one")
+    assert 0 < state["probe"]["seconds"] < time.perf_counter() - began
     assert not list((tmp_path / "one").rglob("*.png"))  # log.samples_every is 0
     assert task.frozen.begin == 5  # the regression needs all outputs, however few steps follow
     expected = probe.fit(*image_features(task.model, task.dataset, mirror=True), 10, seed=4, groups=pairs)
