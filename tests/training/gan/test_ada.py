@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.ada.operations import DRAWS, Draws
+from duetgan.training.gan.ada.operations import DRAWS, Draws, colour_matrix, recolour
 from duetgan.utils.seeding import generator
 from tests.end_to_end.helpers import differing
 from tests.training.gan.ada_oracle import random
@@ -21,7 +21,7 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, transfer=False, **config):
+def build(mode="fixed", p=0.5, *, seed=0, channels=3, alpha=False, schedule_images=1000, transfer=False, **config):
     return Ada(
         AdaConfig(mode=mode, p=p, **({"operations": ALL} | config)),
         seed=seed,
@@ -29,7 +29,7 @@ def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, tran
         device=CPU,
         schedule_images=schedule_images,
         transfer=transfer,
-        alpha=False,
+        alpha=alpha,
     )
 
 
@@ -78,6 +78,23 @@ def test_draws_are_a_function_of_their_key_alone():
     for name in DRAWS:
         alone = build(operations={name: 0.5}).draw(0, "real", (8, 8), 13)
         assert equal(alone, Draws({name: once[name]}))
+
+
+def test_opacity_is_no_colour_and_a_cutout_is_transparent():
+    images = random(13, 4, 8, 8)
+    found = {}
+    for alpha in (False, True):
+        ada = build(p=1.0, channels=4, alpha=alpha)
+        draws = ada.draw(0, "real", (8, 8), 13)
+        for name in ("colour", "cutout"):
+            found[name, alpha] = ada.apply(images, {name: draws[name]}, slice(0, 13))
+    matrix = colour_matrix(draws["colour"].rows(slice(0, 13), images.dtype), torch.tensor(1.0), 3)
+    assert torch.equal(found["colour", True], recolour(images, matrix, alpha=True))
+    assert torch.equal(found["colour", True][:, 3], images[:, 3])
+    cut = found["cutout", True] != images
+    assert 0.1 < cut.float().mean() < 0.3
+    assert torch.all(found["cutout", True][cut] == -1)
+    assert torch.all(found["cutout", False][cut] == 0)
 
 
 def test_order_of_the_groups():

@@ -27,6 +27,21 @@ def test_the_chance_level_is_the_discriminators_loss_where_it_tells_nothing_apar
     assert float(loss) == pytest.approx(objective.chance_level)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_says_what_its_formulas_mean(name):
+    """A sign means something if a shift of all logits changes the loss of D; a bound is that of its best logits."""
+    objective, at = OBJECTIVES[name], torch.tensor([1.0, -3.0, -1e6], dtype=torch.float64)
+
+    def loss(real, fake):
+        if objective.paired:
+            return objective.real(real - fake)
+        return objective.real(real) + objective.fake(fake)
+
+    values = [loss(at + shift, -at + shift) for shift in (0.0, 0.5)]
+    assert torch.allclose(*values) != objective.signed
+    assert bool(loss(-at, at)[-1] >= 0) == objective.bounded
+
+
 @pytest.mark.parametrize("name", ["generator", "real", "fake"])
 def test_an_objective_that_gives_a_mean_is_refused(name):
     """It would train with a batch-th of its gradient, without a word."""

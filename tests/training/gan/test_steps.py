@@ -26,7 +26,7 @@ from duetgan.training.gan.context import Context
 from duetgan.training.gan.discriminator_step import DiscriminatorStep
 from duetgan.training.gan.generator_step import GeneratorStep
 from duetgan.training.gan.joint_step import JointStep
-from duetgan.training.gan.losses import OBJECTIVES
+from duetgan.training.gan.losses import OBJECTIVES, path_lengths
 from duetgan.training.gan.task import GanTask
 from duetgan.training.gan.terms import PathLength
 from duetgan.training.optim.updater import Precision
@@ -304,13 +304,15 @@ def test_the_picture_of_a_step_is_the_order_of_its_calls(folder, monkeypatch):
 class Passes:
     """The passes, gradients and updates of a step, each with its phase.
 
-    A pass with derivatives of penalties has the mark `2`, one in the precision of the run `half`.
+    A pass with derivatives of penalties has the mark `2`, one in the precision of the run `half`, and one that may be
+    compiled `compiled`.
     """
 
     def __init__(self, run: Run) -> None:
         task = run.task
         self.run = run
         self.found: list[str] = []
+        self.is_compiled = False
         self.clock = PhaseClock(lambda: None, time.perf_counter)
         first = task.generator.blocks[0] if task.generator.has_styles else task.generator
         networks = {"G": first, "D": task.discriminator.from_rgb}
@@ -327,6 +329,8 @@ class Passes:
             ("augmentation", task.context.ada, "apply"),
         ):
             setattr(owner, method, self.noted(name, getattr(owner, method)))
+        for compiled in (task.context._compiled_synthesis, task.context._compiled_hidden):
+            compiled.function = self.marked(compiled.function)
 
     def step(self) -> list[str]:
         self.found = []
@@ -336,7 +340,17 @@ class Passes:
 
     def note(self, name: str) -> None:
         marks = " 2" * convolution.is_penalised() + " half" * torch.is_autocast_enabled("cpu")
+        marks += " compiled" * self.is_compiled
         self.found.append(f"{name}: {self.clock.open[-1]}{marks}")
+
+    def marked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.is_compiled = True
+            result = function(*arguments, **options)
+            self.is_compiled = False
+            return result
+
+        return call
 
     def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -409,20 +423,22 @@ def test_graphs_are_dropped_where_sizes_or_optimizers_change(folder):
 
 WASSERSTEIN = {"objective": "wasserstein", "gradient_penalty_weight": 10.0, "r1_gamma": 0.0, "r1_interval": 2}
 UPDATES = ["update of G: generator/optimizer", "average: ema"]
-PLAIN = ["D: discriminator/forward half", "gradient of D: discriminator/backward"]
+PLAIN = ["D: discriminator/forward half compiled", "gradient of D: discriminator/backward"]
 PENALTY = ["D: discriminator/forward 2 half", "gradient of D: discriminator/penalty 2"]
 LAST = ["update of D: discriminator/optimizer"]
 AUGMENTED = ["augmentation: augment"]
-SHARED = ["G: generator/forward half", PLAIN[0], "gradient of G: generator/backward", PLAIN[1]]
-JUDGED = [*AUGMENTED, "D: generator/forward half"] * 2
-APART = ["G: generator/forward half", *JUDGED, "teacher: generator/forward half", "gradient of G: generator/backward"]
+SAMPLES = "G: generator/forward half compiled"
+# one pass, whose graph is differentiated twice
+SHARED = [SAMPLES, "D: discriminator/forward half", "gradient of G: generator/backward", PLAIN[1]]
+JUDGED = [*AUGMENTED, "D: generator/forward half compiled", *AUGMENTED, "D: generator/forward half"]
+APART = [SAMPLES, *JUDGED, "teacher: generator/forward half", "gradient of G: generator/backward"]
 PATHS = ["G: generator/path_length 2 half", "gradient of G: generator/path_length 2"]
-OWN = ["G: generator/forward half", *["D: generator/forward half"] * 2, "gradient of G: generator/backward", *UPDATES]
 # the generator's losses once more, before the step
 MEASURED = {"path_length_weight": 2.0, "path_length_interval": 2, "gradients_every": 2}
 COMPARED = ["G: generator/forward half", "D: other/host half", "gradient of G: other/host"]
 COMPARED += ["G: other/host 2 half", "gradient of G: other/host 2"]
-OWN += ["G: discriminator/samples half", *PENALTY, *LAST]
+OWN = [*(line for line in JUDGED if line not in AUGMENTED), "gradient of G: generator/backward", *UPDATES]
+OWN = [SAMPLES, *OWN, "G: discriminator/samples half", *PENALTY, *LAST]
 
 
 @pytest.mark.parametrize(
@@ -480,3 +496,18 @@ def test_a_step_that_is_profiled_or_cannot_be_captured_runs_eagerly(folder, monk
     reason = "the capture of a step failed: captured"
     assert capsys.readouterr().err == f"graphs: steps run eagerly, because {reason}\n"
     assert run.task.describe()["graphs"] == f"eager, because {reason}"
+
+
+@pytest.mark.parametrize(("micro", "graphs_of_lengths"), [(None, [True]), (2, [False, False, True, True])])
+def test_path_lengths_have_a_graph_only_for_the_penalty(folder, monkeypatch, micro, graphs_of_lengths):
+    """Those of all micro-batches are needed for the mean first, and their graphs would fill the memory."""
+    found = []
+
+    def lengths(*arguments: Any, **options: Any) -> torch.Tensor:
+        result = path_lengths(*arguments, **options)
+        found.append(result.requires_grad)
+        return result
+
+    monkeypatch.setattr("duetgan.training.gan.terms.path_lengths", lengths)
+    Run(folder, GAN, loss={"path_length_weight": 2.0}, micro_batch=micro).step()
+    assert found == graphs_of_lengths
