@@ -75,6 +75,12 @@ def test_logits_are_timms(name):
     theirs = timm.create_model(name.removeprefix("timm:"), num_classes=3, in_chans=1).eval()
     theirs.load_state_dict({key.removeprefix("network."): value for key, value in model.state_dict().items()})
     torch.testing.assert_close(model(images(160)), theirs(images(160)))
+    stated, colour = theirs.pretrained_cfg, images(160, 3)
+    sides = stated["input_size"][1], int(stated["input_size"][1] / stated["crop_pct"])
+    assert model.backbone.images_of(name, "x.safetensors") == (*sides, stated["interpolation"])
+    prepared = build(name, channels=3, side=160, normalise="imagenet").prepare(colour)
+    expected = torchvision.transforms.functional.normalize((colour + 1) / 2, stated["mean"], stated["std"])
+    torch.testing.assert_close(prepared, expected)
 
 
 @pytest.mark.parametrize(
@@ -175,9 +181,9 @@ def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path)
     for member in torchvision.models.get_model_weights(name):  # the newest file is the last
         (tmp_path / "checkpoints" / Path(member.url).name).touch()
         assert cached_weights(name) == tmp_path / "checkpoints" / Path(member.url).name
-        crop, resize = member.transforms().crop_size[0], member.transforms().resize_size[0]
-        images_of = partial(backbone_of(name).images_of, name)
-        assert images_of(Path(member.url).name)[:2] == (crop, resize)
+        stated, images_of = member.transforms(), partial(backbone_of(name).images_of, name)
+        sizes = stated.crop_size[0], stated.resize_size[0], stated.interpolation.value
+        assert images_of(Path(member.url).name) == sizes
     assert images_of("x.pth") == images_of(found.name)
     told = rf"'IMAGENET1K': no such file \(did you mean 'IMAGENET1K_V1'\?\); {name} has IMAGENET1K_V1"
     assert_raises(UserError, told, find_weights, "IMAGENET1K", name)

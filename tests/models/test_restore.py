@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from duetgan.models.classifier import Classifier, ModelConfig
-from duetgan.models.growing import GrowingGenerator
+from duetgan.models.growing import GrowingGenerator, StageGenerator
 from duetgan.models.r3gan import R3Generator, R3GeneratorConfig
 from duetgan.models.registry import ARCHITECTURES, architecture_of
-from duetgan.models.restore import classifier_from, generator_from
-from duetgan.models.stylegan2 import Generator, GeneratorConfig
+from duetgan.models.restore import classifier_from, discriminator_from, generator_from
+from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.models.helpers import draw
@@ -62,10 +62,36 @@ def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():
     content = gan_content({"model": live.state_dict(), "model_ema": average.state_dict()})
     found = classifier_from(content | {"task": "classifier", "config": {"model": {"stem": "small-stride2"}}})
     assert (found.resolution, found.channels, found.classes) == (8, 1, 3)
+    assert found.class_names == ("a", "b", "c")
     same_network(found, average, draw(2, 1, 8, 8).float(), tolerance=1e-4)
     assert ModelConfig.model_validate({"split": {"layer3": 1}}).split == "auto"  # a checkpoint of an older version
     with pytest.raises(UserError, match=r"checkpoint's generator: unknown key 'z_dims' \(did you mean 'z_dim'\?\)"):
         generator_from(gan_content({"generator_ema": {}}, config=SIZES | {"z_dims": 4}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_networks_go_to_the_device_with_channels_last(device):
+    shape: dict[str, Any] = {**SHAPE, "channels": 3}
+    sizes = {key: SIZES[key] for key in ("channel_base", "channel_max")}
+    generator = Generator(GeneratorConfig(**SIZES), **shape)
+    discriminator = Discriminator(DiscriminatorConfig(**sizes), **shape)
+    state = {"generator_ema": generator.state_dict(), "discriminator": discriminator.state_dict()}
+    gan = gan_content(state, shape=shape, discriminator=sizes)
+    with forked(0, "init", "device"):
+        classifier = Classifier(ModelConfig(stem="small-stride2"), **shape)
+    config = {"model": {"stem": "small-stride2"}}
+    judge = gan_content({"model_ema": classifier.state_dict()}, shape=shape) | {"task": "classifier", "config": config}
+    for network in (
+        generator_from(gan, device),
+        generator_from(gan | {"stage": [4, 0.5]}, device),
+        discriminator_from(gan, device),
+        classifier_from(judge, device),
+    ):
+        tensors = [*network.parameters(), *network.buffers()]
+        assert {tensor.device.type for tensor in tensors} == {device}
+        assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors if t.ndim == 4)
+        assert not network.training
+        assert not any(parameter.requires_grad for parameter in network.parameters())
 
 
 @pytest.mark.parametrize(
@@ -89,6 +115,10 @@ def test_a_generator_saved_while_it_grew_is_restored_at_its_stage():
     growing.enter(8, 0.5)
     expected = growing(z, noise="none").repeat_interleave(2, 2).repeat_interleave(2, 3)
     torch.testing.assert_close(small(z, noise="none"), expected)
+    wide = Generator(GeneratorConfig(**SIZES), **shape | {"resolution": "24x16"})
+    saved = gan_content({"generator_ema": wide.state_dict()}, shape=shape | {"resolution": "24x16"})
+    for side, kind in ((8, StageGenerator), (16, Generator)):  # the shorter one, of a network that has grown
+        assert isinstance(generator_from(saved | {"stage": [side, 1.0]}), kind)
 
 
 SMALL: dict[str, dict[str, int]] = {
