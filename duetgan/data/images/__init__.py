@@ -41,6 +41,7 @@ DAMAGED = (
 BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
+MEANS = "+2x2-mean"  # suffix in the metadata if lower resolutions are stored, by such means
 # mode of `fit` -> its name in the metadata
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}
 # modes of `fit` that are the preprocessing of published classifiers

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from duetgan.data.errors import MOST_SIDE, ImageError
-from duetgan.data.images import RESIZE_FILTERS, encode, fit, formats, resized
+from duetgan.data.images import MEANS, RESIZE_FILTERS, encode, fit, formats, resized
 from duetgan.data.images.decode import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 from duetgan.data.images.values import Content, Values, decode_image, kind
 from duetgan.data.lmdb.format import (
@@ -213,10 +213,12 @@ class Plan:
 
     layout: Layout
     mode: str  # how data.images.fit resizes them
+    resized: str = "none"  # `resize_filter` of the source
 
     @property
     def resize_filter(self) -> str:
-        return RESIZE_FILTERS[self.mode] + ("+2x2-mean" if len(self.layout.resolutions) > 1 else "")
+        name = self.resized if self.mode == "exact" else RESIZE_FILTERS[self.mode]
+        return name.removesuffix(MEANS) + MEANS if len(self.layout.resolutions) > 1 else name
 
 
 def make_plan(
@@ -299,7 +301,8 @@ def make_plan(
     with explained(
         ValueError, f"--pyramid {smallest}: {image} must be {smallest} px times 2, 4, 8, ..."
     ):
-        return Plan(layout=Layout.of(image, encoding, smallest, ranged), mode=mode)
+        layout = Layout.of(image, encoding, smallest, ranged)
+        return Plan(layout=layout, mode=mode, resized=source.resize_filter)
 
 
 def _form(source: Source, channels: int | str | None, depth: str | None) -> ImageSpec:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from duetgan.data.images import MEANS
 from duetgan.data.lmdb.format import Meta
 from duetgan.data.packing.sources import Problem
 from duetgan.utils.text import columns, listed
@@ -64,6 +65,6 @@ class Summary:
 
 def resizing_text(resize_filter: str) -> str:
     """Return a text that tells how images were resized, for the metadata's `resize_filter`."""
-    full = resize_filter.removesuffix("+2x2-mean")
+    full = resize_filter.removesuffix(MEANS)
     text = RESIZING.get(full, full)
     return text if full == resize_filter else f"{text}; lower resolutions by means of 2x2 pixels"

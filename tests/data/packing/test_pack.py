@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from duetgan.commands.pack import main
+from duetgan.data.images import trained_mode
 from duetgan.data.images.decode import CODEC_JPEG
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import make_plan
@@ -136,6 +137,28 @@ def test_pyramid(photos, capsys):
     assert packed(photos, "--pyramid", "4").meta.resize_filter == "none+2x2-mean"
     whole = packed(photos, "--pyramid", "8").meta
     assert (whole.resolutions, whole.resize_filter) == ([8], "none")
+
+
+def test_a_file_that_is_packed_anew_keeps_how_its_images_were_resized(photos, tmp_path):
+    """A classifier of the new file resizes other images so, too: with "none" it cropped where those were padded."""
+    cropped, padded = "centre-crop+lanczos", "zero-pad"
+    for first, options, expected in (
+        ("--size 32 --pyramid 8", "", cropped),
+        ("--size 32 --pyramid 8", "--encoding png --pyramid 16", f"{cropped}+2x2-mean"),
+        ("--size 32 --pyramid 8", "--size 16", f"{cropped}+2x2-mean"),
+        ("--size 32 --pyramid 8", "--size 16 --pyramid 8", f"{cropped}+2x2-mean"),
+        ("--size 32 --pyramid 8", "--size 36 --resize pad", padded),
+        ("--size 9 --resize pad", "--val-share 0.5", padded),
+        ("--size 10 --resize pad", "--pyramid 5", f"{padded}+2x2-mean"),
+        ("--size 9 --resize pad", "--size 7", cropped),
+        ("", "--encoding png", "none"),
+    ):
+        path = packed(photos, *first.split()).path
+        main([str(path), str(tmp_path / "again.lmdb"), "--overwrite", *options.split()])
+        for name in ("again.lmdb", "again-val.lmdb")[: 1 + ("val" in options)]:
+            with Dataset(tmp_path / name) as reader:
+                assert reader.meta.resize_filter == expected
+        assert trained_mode({"data": {"resize_filter": expected}}) == ("pad" if padded in expected else "crop")
 
 
 def test_classes_of_another_file(photos, tmp_path):

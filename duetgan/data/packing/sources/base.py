@@ -108,6 +108,8 @@ class Source(AbstractContextManager["Source"]):
     remarks: list[str] = field(default_factory=list)  # lines for the user, such as warnings
     # origin of generated images, copied to the packed file
     passport: Provenance | None = None
+    # how the images were resized already, copied to the packed file unless packing resizes them
+    resize_filter: str = "none"
     # how a part of a larger data set was drawn, copied to the packed file
     split: Split | None = None
     grouping: Grouping | None = None

@@ -8,6 +8,7 @@ import lmdb
 import numpy as np
 
 from duetgan.data.errors import ImageError
+from duetgan.data.images import MEANS
 from duetgan.data.images.values import Values
 from duetgan.data.lmdb.environment import Handle, acquire
 from duetgan.data.lmdb.format import FORMAT_KEY
@@ -54,6 +55,9 @@ class PackedSource(Source):
         super().__init__(path.name, list(reader.classes), reader.spec)
         self.ranged = True
         self.passport = reader.meta.passport
+        self.resize_filter = reader.meta.resize_filter
+        if reader.resolution == reader.meta.resolutions[-1]:  # only smaller images are means
+            self.resize_filter = self.resize_filter.removesuffix(MEANS)
         self.label_sets = reader.meta.sets
         self.split = reader.meta.split
         self._labels = reader.labels()
