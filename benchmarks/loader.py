@@ -127,7 +127,7 @@ def measure_jpeg(sizes: Sizes, work: Path) -> Result:
     threads = cores() if cores() > 1 else 0
 
     def open_ours(prefetch: int = 0) -> Stream:
-        crop, size = RandomCrop(), sizes.photo_batch
+        crop, size = RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)), sizes.photo_batch
         return ours.stream(path, size, resolution=224, crop=crop, workers=threads, prefetch=prefetch, floats=True)
 
     def rate(open_stream: Callable[[int], Stream], count: int) -> float:

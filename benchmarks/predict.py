@@ -39,7 +39,7 @@ BATCH = 64
 def ours(folder: Path, model: Any, checkpoint: dict[str, Any], out: Path) -> None:
     """What predict.py does between its options and its last line."""
     classes = checkpoint["classes"]
-    how: dict[str, Any] = {"resize": None, "top": len(classes), "batch_size": BATCH}
+    how: dict[str, Any] = {"resize": None, "top": len(classes), "batch_size": BATCH, "maps": None, "fast": None}
     with ExitStack() as stack, csv_file(out, classes, None) as write:
         inputs = Inputs([str(folder)], stack)
         for given, answer in predict(model, checkpoint, inputs, **how):

@@ -168,7 +168,7 @@ class FilteredImage:
     """A path and a class to a decoded image, cropped at random, scaled and mirrored by FFmpeg's filters."""
 
     def __init__(self, package: ModuleType, side: int) -> None:
-        self.io, self.side, self.crop = package.io, side, RandomCrop()
+        self.io, self.side, self.crop = package.io, side, RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))
 
     def __call__(self, sample: tuple[str, int, int]) -> tuple[Any, int]:
         """Frames of side x side px and the class; the last of the sample is the seed of its draws."""

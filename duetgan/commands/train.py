@@ -141,7 +141,9 @@ def main(argv: list[str]) -> int:
         overrides += ["--init_from", options.init_from]
     # Imports are saved with the run too.
     overrides += [f"--import={name}" for name in getattr(options, "imports", ())]
-    if (code := launch.start_processes("train", argv, options.gpus, options.procs)) is not None:
+    if (
+        code := launch.start_processes("train", argv, options.gpus, options.procs, resumes=True)
+    ) is not None:
         return code
     # A launcher reports the end of its processes itself.
     with nullcontext() if launch.under_launcher() else leaving_on_signals():

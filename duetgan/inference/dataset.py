@@ -26,9 +26,9 @@ def write_dataset(
     out: Path,
     *,
     source: str,  # description of the origin of the images, for the file's metadata
-    count: int | None = None,
-    encoding: str = "raw",
-    overwrite: bool = False,
+    count: int | None,
+    encoding: str,
+    overwrite: bool,
 ) -> Meta:
     """Write samples to the packed file `out` and return the file's metadata.
 

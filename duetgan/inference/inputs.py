@@ -128,7 +128,7 @@ def _eight_bits(array: np.ndarray) -> np.ndarray:
     return np.asarray((array * 255).round(), dtype=np.uint8)
 
 
-def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None = None) -> Tensor:
+def read_target(path: str | Path, checkpoint: Checkpoint, resize: str | None) -> Tensor:
     """Read the image of the option `--image` and resize it for a checkpoint's network.
 
     `resize` is as in `Transform.of`. Returns pixels [C, H, W]. Raises UserError if the image cannot

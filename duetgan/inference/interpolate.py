@@ -20,7 +20,7 @@ from duetgan.inference.samples import (
     truncated_styles,
     with_styles,
 )
-from duetgan.inference.settings import FPS, FRAMES, check_film
+from duetgan.inference.settings import check_film
 from duetgan.metrics.features.precision import full_float32
 from duetgan.models.gan import NoiseMode, one_hot
 from duetgan.utils.config.cli import entry
@@ -30,7 +30,7 @@ from duetgan.utils.images import visible
 from duetgan.utils.runlog.progress import Bar
 
 
-def draw_film(journey: "Journey", out: Path, *, fps: int = FPS, scale: int | None = None) -> int:
+def draw_film(journey: "Journey", out: Path, *, fps: int, scale: int | None = None) -> int:
     """Write the film to an .mp4 or .gif file and return its number of frames.
 
     `fps` is the number of frames a second. `scale` is the factor by which frames are enlarged; for
@@ -56,11 +56,11 @@ class Journey:
         self,
         sampler: Sampler,
         # the space of the interpolation; None: w if the generator has one, else z
-        space: Literal["z", "w"] | None = None,
+        space: Literal["z", "w"] | None,
         # number of samples, at least two, of a sampler without sources; None: 8, or one of each
         # class up to 16
-        keyframes: int | None = None,
-        frames: int = FRAMES,  # number of frames from one sample to the next
+        keyframes: int | None,
+        frames: int,  # number of frames from one sample to the next
     ) -> None:
         self.sampler = seeded(sampler, keyframes or default_count(sampler))
         self.frames = frames
@@ -158,7 +158,7 @@ FORMATS = {  # suffix -> codec, pixel format, options of the codec, options of t
 }
 
 
-def enlargement(size: Sequence[int], scale: int | None = None) -> int:
+def enlargement(size: Sequence[int], scale: int | None) -> int:
     """Return the factor by which frames of `size` (height, width) are enlarged.
 
     This is `scale` or, if `scale` is None, the smallest factor that gives even sides of at least

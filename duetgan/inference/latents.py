@@ -28,7 +28,7 @@ class Latents:
     ws: Tensor  # [num_ws, w_dim]
     noise: Maps  # a map [1, 1, h, w] for each layer, or the mode's name
     # label whose mean w is the target of a truncation; None: the mean of all labels
-    label: int | None = None
+    label: int | None
     name: str = "projection"
 
 

@@ -63,8 +63,8 @@ def predict(
     resize: str | None,
     top: int,
     batch_size: int,
-    maps: Maps | None = None,
-    fast: Classifier | None = None,  # predicts instead of `classifier` (`models.fast.faster`)
+    maps: Maps | None,
+    fast: Classifier | None,  # predicts instead of `classifier` (`models.fast.faster`)
 ) -> Iterator[tuple[Input, Answer]]:
     """Yield (image, prediction) for each image, in order, with at most two batches in memory.
 

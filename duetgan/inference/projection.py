@@ -32,6 +32,7 @@ from duetgan.utils.images import save_table
 from duetgan.utils.runlog.progress import Bar
 from duetgan.utils.seeding import generator as keyed_generator
 
+EPSILON = 1e-10  # in the root of a squared length
 SMALLEST, LARGEST = 64, 256  # px; images with a shorter side outside this range are scaled
 
 
@@ -63,12 +64,12 @@ class ResNetFeatures:
         return [unit_length(maps) for maps in self._stages(normalize((x + 1) / 2)).values()]
 
 
-def unit_length(maps: Tensor, eps: float = 1e-10) -> Tensor:
+def unit_length(maps: Tensor) -> Tensor:
     """Scale the vector of channels at each position of [n, c, h, w] to length 1.
 
-    Vectors of zeros stay zero. `eps` avoids the infinite derivative of the root at these positions.
+    Vectors of zeros stay zero. EPSILON avoids the root's infinite derivative at these positions.
     """
-    return maps * torch.rsqrt(maps.square().sum(dim=1, keepdim=True) + eps)
+    return maps * torch.rsqrt(maps.square().sum(dim=1, keepdim=True) + EPSILON)
 
 
 def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
@@ -222,7 +223,7 @@ class Projector:
             with full_float32(self.device):
                 if label is not None:
                     condition = self.generator.conditions(torch.tensor([label])).to(self.device)
-                mean = self.generator.truncation_centre(condition)
+                mean = self.generator.truncation_centre(condition, "class")
                 spread = self.generator.class_styles(condition)[1]
             result = replace(self._result(self._rows(mean), noise), label=label)
             means.append((result, spread))

@@ -139,7 +139,7 @@ def check_classes(classifier: Classifier, dataset: Dataset) -> None:
 
 
 def evaluate_classifier(
-    classifier: Classifier, dataset: Dataset, *, batch_size: int = 256, details: bool = True
+    classifier: Classifier, dataset: Dataset, *, batch_size: int, details: bool
 ) -> Document:
     """Compute a classifier's metrics over all images of a dataset; return them by key.
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_IMAGES = 24  # in a picture of captioned images
 COLUMNS = 10  # in a grid of samples
+EVIDENCE = 4  # mistakes, and as many correct predictions, with heat maps
 MAX_ROWS = 50  # in a grid of images, a row for each class
 MAX_LABELLED_CLASSES = 30  # with more, text in a confusion matrix would be too small to read
 
@@ -82,14 +83,12 @@ def save_samples(
     return [*files, "real.png"]
 
 
-def save_mistakes(
-    dataset: Dataset, answers: Answers, path: Path, *, size: int = MAX_IMAGES
-) -> bool:
-    """Draw the most confident mistakes, at most `size`, into a PNG file.
+def save_mistakes(dataset: Dataset, answers: Answers, path: Path) -> bool:
+    """Draw the most confident mistakes, at most MAX_IMAGES, into a PNG file.
 
     Returns True, or False if there is no mistake. In this case, no file is written.
     """
-    if wrong := surest(~answers.hits, answers)[:size].tolist():
+    if wrong := surest(~answers.hits, answers)[:MAX_IMAGES].tolist():
         records = answers.record_numbers(wrong)
         captions = ["\n".join(_captions(answers, index)) for index in wrong]
         images = torch.from_numpy(dataset.read(records)[0])
@@ -97,18 +96,16 @@ def save_mistakes(
     return bool(wrong)
 
 
-def save_evidence(
-    classifier: Classifier, dataset: Dataset, answers: Answers, path: Path, *, size: int = 4
-) -> bool:
+def save_evidence(classifier: Classifier, dataset: Dataset, answers: Answers, path: Path) -> bool:
     """Draw the most confident mistakes and correct predictions beside their Grad-CAM heat maps.
 
-    There are at most `size` of each. Returns True. If there is no mistake, or Grad-CAM cannot use
+    There are at most EVIDENCE of each. Returns True. If there is no mistake, or Grad-CAM cannot use
     the network, draws nothing and returns False.
     """
-    wrong = surest(~answers.hits, answers)[:size]
+    wrong = surest(~answers.hits, answers)[:EVIDENCE]
     if not len(wrong):
         return False
-    chosen = np.concatenate([wrong, surest(answers.hits, answers)[:size]])
+    chosen = np.concatenate([wrong, surest(answers.hits, answers)[:EVIDENCE]])
     images = torch.from_numpy(dataset.read(answers.record_numbers(chosen))[0])
     try:
         heats = image_heat(classifier, images, answers.predicted[chosen])

@@ -17,10 +17,10 @@ class Metric:
 
     name: str  # as in metrics.json
     value: float
-    low: float | None = None
-    high: float | None = None
-    floor: float | None = None  # the value between two sets of real images
-    extractor: str = ""  # of the features; "" for a metric that uses no features
+    low: float | None
+    high: float | None
+    floor: float | None  # the value between two sets of real images
+    extractor: str  # of the features; "" for a metric that uses no features
 
 
 @dataclass(frozen=True)

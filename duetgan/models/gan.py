@@ -233,7 +233,7 @@ class StyledGenerator(ImageGenerator):
         places = places.to(self.w_avg.device)
         return torch.stack(means)[places], torch.stack(spreads)[places]
 
-    def truncation_centre(self, labels: Tensor | None, mean: TruncationMean = "class") -> Tensor:
+    def truncation_centre(self, labels: Tensor | None, mean: TruncationMean) -> Tensor:
         """Return the point towards which `truncate` moves w.
 
         It is the mean w of each label [N, w_dim], or `w_avg` [w_dim] if `mean` is "global" or there

@@ -161,16 +161,14 @@ class LayerStatistics:
         )
         return rows.unflatten(0, (-1, len(KINDS)))
 
-    def collect(self, packed: Tensor | None = None) -> dict[str, float]:
+    def collect(self, packed: Tensor) -> dict[str, float]:
         """Return the statistics as a dict, and reset them.
 
         Keys are `LAYER/activation_mean`, `LAYER/gradient_zeros`, ... (KINDS and STATISTICS).
 
         Args:
-            packed: Moments to use instead of this process's, e.g. those merged over the ranks.
+            packed: The result of `packed`, e.g. after merging over the ranks.
         """
-        if packed is None:
-            packed = self.packed()
         self._moments.clear()
         metrics: dict[str, float] = {}
         for name, kinds in zip(self.layers, packed.tolist(), strict=True):

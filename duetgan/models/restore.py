@@ -39,7 +39,7 @@ def _restored(
     section: str,
     part: str,
     device: torch.device | str,
-    several: bool = True,
+    several: bool,
     *,
     growing: bool = False,
 ) -> Any:
@@ -136,14 +136,12 @@ def generator_from(
     return StageGenerator(model).eval()
 
 
-def discriminator_from(
-    checkpoint: Checkpoint, device: torch.device | str = "cpu"
-) -> ImageDiscriminator:
+def discriminator_from(checkpoint: Checkpoint) -> ImageDiscriminator:
     """Return the discriminator of a GAN's checkpoint in evaluation mode.
 
     Raises UserError for a checkpoint that is not of a GAN, or an unknown architecture.
     """
-    return _restored(checkpoint, "discriminator", "discriminator", device)
+    return _restored(checkpoint, "discriminator", "discriminator", "cpu", several=True)
 
 
 def classifier_from(

@@ -282,7 +282,7 @@ def _download(url: str, subject: str) -> str:
 # --- loading weights into a classifier
 
 
-def load_pretrained(model: Classifier, classes: Sequence[str] | None = None) -> str:
+def load_pretrained(model: Classifier, classes: Sequence[str] | None) -> str:
     """Copy the weights that `model.config.weights` names into `model`.
 
     The first convolution is adapted to the classifier's channels and stem. The head is copied by

@@ -64,9 +64,7 @@ def visible(images: Picture, spec: ImageSpec | None, ground: int | None = None) 
     return torch.lerp(colours * 0.0 + background, colours.float(), opacity).round().to(torch.uint8)
 
 
-def grid(
-    images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None = None
-) -> np.ndarray:
+def grid(images: "Tensor", *, columns: int | None = None, spec: ImageSpec | None) -> np.ndarray:
     """Arrange images [n, C, H, W] row by row in one uint8 image [H', W', 1 or 3].
 
     The grid is about square unless `columns` is given; empty places are white.

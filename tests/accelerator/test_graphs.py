@@ -25,12 +25,12 @@ def test_replayed_steps_have_the_numbers_of_others_to_the_bit(seen, part, name):
 
 def test_what_the_plan_says_of_kinds_and_obstacles(monkeypatch):
     cpu = torch.device("cpu")
-    assert Graphs("off", cpu).describe(["a"]) == "eager, because graphs is off"
-    assert Graphs("auto", cpu).describe(["a"]) == "eager, because the device is cpu"
+    assert Graphs("off", cpu, "").describe(["a"]) == "eager, because graphs is off"
+    assert Graphs("auto", cpu, "").describe(["a"]) == "eager, because the device is cpu"
     monkeypatch.setitem(DEVICES, "cpu", lambda _: None)
     assert Graphs("auto", cpu, "it draws").describe(["a"]) == "eager, because it draws"
-    assert Graphs("auto", cpu).describe("aba") == "CUDA graph, 2 kinds of steps"
-    found = Graphs("auto", cpu).describe(["a", None, "a"])
+    assert Graphs("auto", cpu, "").describe("aba") == "CUDA graph, 2 kinds of steps"
+    found = Graphs("auto", cpu, "").describe(["a", None, "a"])
     assert found == "CUDA graph, 1 kind of steps; eager where diagnostics are due"
 
 

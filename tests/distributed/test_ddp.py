@@ -125,7 +125,7 @@ def unused(data: str) -> str:
 def exchanged(compress: Any) -> dict[str, Tensor]:
     """A rank's own gradients, and what the exchange makes of them."""
     parameters: list[Tensor] = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 5, 2)]
-    exchange = GradientExchange(parameters, compress=compress)
+    exchange = GradientExchange(parameters, missing="zeros", compress=compress)
     weights = torch.randn(10, generator=torch.Generator().manual_seed(collectives.rank()))
     exchange.overlap()
     (torch.cat(parameters[:2]) * weights[:8]).sum().backward()  # the last one has no gradient

@@ -60,7 +60,7 @@ def gan_figures(folder: Path, batch_size: int) -> dict[str, Any]:
 def classifier_figures(folder: Path, batch_size: int) -> dict[str, Any]:
     classifier = classifier_from(load(resolve(folder / "classifier")), torch.device("cpu"))
     with Dataset(folder / "test.lmdb") as reader:
-        found = evaluate_classifier(classifier, reader, batch_size=batch_size)
+        found = evaluate_classifier(classifier, reader, batch_size=batch_size, details=True)
         logits = classify(classifier, reader, batch_size=batch_size)
     return found | {"seen": hashlib.sha256(logits.numpy().tobytes()).hexdigest(), "count": len(logits)}
 

@@ -70,7 +70,7 @@ def matrix_of(channels: int, seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     _, uniform, normal = ops.DRAWS["colour"]
     draws = ops.GroupDraws(
-        torch.rand(6, 5), torch.rand(6, uniform, dtype=torch.float64), torch.randn(6, normal, dtype=torch.float64)
+        torch.rand(6, 5), torch.rand(6, uniform, dtype=torch.float64), torch.randn(6, normal, dtype=torch.float64), None
     )
     return ops.colour_matrix(draws, torch.tensor(0.8), channels)
 
@@ -79,7 +79,7 @@ def matrix_of(channels: int, seed: int = 0) -> torch.Tensor:
 def test_colours_change_as_if_alpha_had_not_been_multiplied_in(colours):
     straight, opacity = random(6, colours, 4, 4), (random(6, 1, 4, 4) + 1) / 2
     matrix = matrix_of(colours)
-    changed = ops.recolour(straight, matrix)
+    changed = ops.recolour(straight, matrix, alpha=False)
 
     def under(colour: torch.Tensor) -> torch.Tensor:
         return torch.cat([opacity * (colour + 1) - 1, opacity * 2 - 1], dim=1)
@@ -96,10 +96,10 @@ def test_colour_operations_of_many_channels_one_after_the_other(channels):
     torch.manual_seed(1)
     _, uniform, normal = ops.DRAWS["colour"]
     draws = ops.GroupDraws(
-        torch.rand(9, 5), torch.rand(9, uniform, dtype=torch.float64), torch.randn(9, normal, dtype=torch.float64)
+        torch.rand(9, 5), torch.rand(9, uniform, dtype=torch.float64), torch.randn(9, normal, dtype=torch.float64), None
     )
     images, p = random(9, channels, 3, 3), 0.6
-    found = ops.recolour(images, ops.colour_matrix(draws, torch.tensor(p), channels))
+    found = ops.recolour(images, ops.colour_matrix(draws, torch.tensor(p), channels), alpha=False)
     for n, image in enumerate(images.numpy().copy()):
         happens = draws.chance[n].numpy() < p
         brightness, contrast, saturation = draws.normal[n].tolist()
@@ -125,7 +125,7 @@ def test_augmentation_leaves_every_bit_at_0_and_cuts_out_to_nothing(name):
     images = spec.to_float(stored(spec, 8))
     ada = ada_of(spec, 0.0)
     assert torch.equal(ada.apply(images, ada.draw(0, "real", spec.size, 8), slice(0, 8)), images)
-    draws = ops.GroupDraws(torch.zeros(8, 1), torch.full((8, 2), 0.5), torch.zeros(8, 0))
+    draws = ops.GroupDraws(torch.zeros(8, 1), torch.full((8, 2), 0.5), torch.zeros(8, 0), None)
     hidden = ops.cut_out(images, draws, P1, spec.alpha)[:, :, spec.height // 2, spec.width // 2]
     assert (hidden == (-1 if spec.alpha else 0)).all()
 

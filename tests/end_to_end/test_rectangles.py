@@ -149,7 +149,10 @@ def test_what_is_packed_is_read(tmp_path_factory, size, levels, channels, encodi
 
 
 def test_a_random_crop_has_the_shape_that_is_asked_for_up_to_its_bounds():
-    boxes = [RandomCrop(area=(0.1, 0.4)).box(400, 400, np.random.default_rng(seed), (64, 128)) for seed in range(300)]
+    boxes = [
+        RandomCrop(area=(0.1, 0.4), aspect=(3 / 4, 4 / 3)).box(400, 400, np.random.default_rng(seed), (64, 128))
+        for seed in range(300)
+    ]
     shapes = np.array([w / h for _, _, h, w in boxes]) / 2
     assert shapes.min() > 0.73
     assert shapes.max() < 1.37

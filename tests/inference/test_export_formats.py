@@ -161,7 +161,7 @@ def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkey
         pixels = np.random.default_rng(seed).integers(0, 64 * (seed + 1), (side, side), dtype=np.uint8)
         Image.fromarray(pixels).save("image.png")
         exec(lines, {})
-        how: Any = {"resize": None, "top": 1, "batch_size": 1}
+        how: Any = {"resize": None, "top": 1, "batch_size": 1, "maps": None, "fast": None}
         ((_, expected),) = predict(classifier_from(checkpoint), checkpoint, [file_input("image.png")], **how)
         assert capsys.readouterr().out == f"{expected['label']}\n"
 
@@ -225,9 +225,12 @@ def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_sco
         Dataset(pack(tmp_path / "two.lmdb", classes=["a", "b"])) as reader,
         pytest.raises(UserError, match=r"its classes are not those of the classifier: .* missing here; .*with --data"),
     ):
-        classifier_subject(checkpoint, reader, count=10, batch_size=4)
+        classifier_subject(checkpoint, reader, count=10, batch_size=4, calibration=None, calibrated=0)
     with Dataset(pack(tmp_path / "none.lmdb", classes=[])) as reader:
-        assert classifier_subject(checkpoint, reader, count=10, batch_size=4).labels is None
+        assert (
+            classifier_subject(checkpoint, reader, count=10, batch_size=4, calibration=None, calibrated=0).labels
+            is None
+        )
 
 
 @pytest.mark.parametrize("name", ["grey", "plain", "r3", "dcgan", "classifier"])

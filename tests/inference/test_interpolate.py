@@ -16,9 +16,9 @@ from tests.inference.conftest import draws, sampler_of, styled, without_w
 from tests.models.helpers import to_uint8
 
 
-def frames_of(sampler, **config):
+def frames_of(sampler, keyframes, frames, space=None):
     """uint8 [n, C, H, W]."""
-    journey = Journey(sampler, **config)
+    journey = Journey(sampler, space, keyframes, frames)
     frames = np.stack(list(journey))
     assert len(frames) == len(journey)
     return torch.from_numpy(frames.transpose(0, 3, 1, 2))
@@ -54,7 +54,7 @@ def test_between_samples_w_is_straight_and_z_follows_the_circle(generator):
     sampler = sampler_of(generator, noise_mode="const", chosen=[2, 1], truncation_psi=0.7)
     found = frames_of(sampler, keyframes=3, frames=4)
     w = [generator.mapping(draw(generator, [k], s)[0], torch.tensor([k])) for s, k in ((0, 2), (0, 1), (1, 2))]
-    centres = generator.truncation_centre(torch.tensor([2, 1, 2]))
+    centres = generator.truncation_centre(torch.tensor([2, 1, 2]), "class")
     for number in range(12):
         share, first = number % 4 / 4, number // 4
         mixed = (1 - share) * w[first] + share * w[(first + 1) % 3]
@@ -68,7 +68,7 @@ def test_between_samples_w_is_straight_and_z_follows_the_circle(generator):
         share, first = number % 4 / 4, number // 4
         labels = [0, 2] if first == 0 else [2, 0]
         way = slerp(z[first], z[1 - first], torch.tensor([[share]]))
-        centres = generator.truncation_centre(torch.tensor(labels))
+        centres = generator.truncation_centre(torch.tensor(labels), "class")
         w = [generator.mapping(way, torch.tensor([label])).lerp(centres[i], 0.3) for i, label in enumerate(labels)]
         styles = (1 - share) * w[0] + share * w[1]
         assert near(found[number], to_uint8(generator.synthesis(styles[:, None].expand(-1, 4, -1), "none"))[0])
@@ -102,14 +102,14 @@ def test_without_classes(make):
 
 
 def test_a_film_is_written_of_so_many_samples(generator, tmp_path):
-    assert len(Journey(sampler_of(generator), keyframes=2)) == 60
-    assert len(Journey(sampler_of(generator), frames=1)) == 8
-    assert len(Journey(sampler_of(styled(classes=12)), frames=2)) == 24
-    assert len(Journey(sampler_of(styled(classes=20)), frames=1)) == 16
+    assert len(Journey(sampler_of(generator), None, keyframes=2, frames=30)) == 60
+    assert len(Journey(sampler_of(generator), None, None, frames=1)) == 8
+    assert len(Journey(sampler_of(styled(classes=12)), None, None, frames=2)) == 24
+    assert len(Journey(sampler_of(styled(classes=20)), None, None, frames=1)) == 16
     sampler = sampler_of(generator, noise_mode="const")
-    journey = Journey(sampler, keyframes=2, frames=3)
+    journey = Journey(sampler, None, keyframes=2, frames=3)
     assert draw_film(journey, tmp_path / "x.gif", fps=10) == 6
     with Image.open(tmp_path / "x.gif") as image:
         assert (getattr(image, "n_frames", 0), image.size, image.info["duration"]) == (6, (256, 256), 100)
-    assert draw_film(journey, tmp_path / "x.mp4", scale=2) == 6
-    assert_raises(UserError, r"\.webm.* there are \.mp4, \.gif", draw_film, journey, tmp_path / "x.webm")
+    assert draw_film(journey, tmp_path / "x.mp4", fps=30, scale=2) == 6
+    assert_raises(UserError, r"\.webm.* there are \.mp4, \.gif", draw_film, journey, tmp_path / "x.webm", fps=30)

@@ -88,7 +88,7 @@ def test_saved_w_are_truncated_mixed_interpolated_and_edited(runs, found, tmp_pa
     assert CLASSES[label] not in (projection["class"], "grey")  # nor the class of the seeds
     file = tmp_path / "labelled.safetensors"
     save_file(tensors, file, {"projection": json.dumps(projection | {"class": CLASSES[label]})})
-    centre = generator.truncation_centre(torch.tensor([label]))[:, None]
+    centre = generator.truncation_centre(torch.tensor([label]), "class")[:, None]
     for saved, mean, middle in (
         (file, "class", centre),
         (file, "global", generator.w_avg),

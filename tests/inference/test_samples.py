@@ -182,7 +182,7 @@ def test_a_grid_of_classes_is_a_table_and_others_have_captions(generator, table,
     assert draw_grid(sampler_of(generator), NOWHERE, names=CLASSES, count=None) == 24
     assert draw_grid(sampler_of(generator, chosen=[2], sources=[9, 2]), NOWHERE, names=CLASSES, count=None) == 2
     assert (captioned["heads"], captioned["columns"]) == (["light\nseed 9", "light\nseed 2"], 8)
-    saved = Latents(ws=torch.zeros(4, 8), noise="const", name="found")
+    saved = Latents(ws=torch.zeros(4, 8), noise="const", label=None, name="found")
     for classes, columns in ((3, 6), (20, 16)):
         sampler = sampler_of(styled(classes=classes), sources=[saved, 9, saved])
         draw_grid(sampler, NOWHERE, names=[f"c{label}" for label in range(classes)], count=None)

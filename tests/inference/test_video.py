@@ -57,8 +57,8 @@ def test_a_gif_is_lossless_in_few_colours_and_films_have_even_sides(tmp_path):
     assert np.abs(found[0].astype(int) - frame).mean() < 8
     assert np.abs(found[1].astype(int) - frame[::-1]).mean() < 8
     sides = {8: 32, 32: 8, 100: 3, 256: 1, 1024: 1, 25: 12, 257: 2}  # of 25 px: 11 times would do, but 275 is odd
-    assert {side: enlargement((side, side)) for side in sides} == sides
-    assert (enlargement((25, 25), 2), enlargement((32, 32), 1), enlargement((64, 25))) == (2, 1, 12)
+    assert {side: enlargement((side, side), None) for side in sides} == sides
+    assert (enlargement((25, 25), 2), enlargement((32, 32), 1), enlargement((64, 25), None)) == (2, 1, 12)
     assert_raises(UserError, r"--scale 3: 75 px is an odd size.*take 4", enlargement, (25, 25), 3)
 
 

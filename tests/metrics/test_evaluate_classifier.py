@@ -51,10 +51,10 @@ def test_every_image_counts_once_at_any_batch_size(test_reader):
 
 def test_mode_comes_back_and_training_pays_for_what_it_follows(test_reader):
     model = ByBrightness().train()
-    document = evaluate_classifier(model, test_reader)
+    document = evaluate_classifier(model, test_reader, batch_size=256, details=True)
     assert model.training
     assert document["top5_accuracy"] is None
-    few = evaluate_classifier(model, test_reader, details=False)
+    few = evaluate_classifier(model, test_reader, batch_size=256, details=False)
     followed = [row.key for row in CLASSIFIER if row.in_training]
     assert few == {key: document[key] for name in followed for key in (name, f"{name}_interval")}
     assert history(CLASSIFIER, few).keys() == {"accuracy", "nll", "ece"}
@@ -77,13 +77,13 @@ def test_data_without_its_labels_no_image_and_outputs_that_are_not_finite_are_to
     for name, classes, told in (("none", [], "no labels"), ("two", ["a", "b"], "2 classes, the classifier 3")):
         path = pack(tmp_path / f"{name}.lmdb", classes=classes)
         with Dataset(path) as reader, pytest.raises(UserError, match=told):
-            evaluate_classifier(ByBrightness(), reader)
+            evaluate_classifier(ByBrightness(), reader, batch_size=256, details=True)
     model = ByBrightness()
     with pytest.raises(UserError, match="no image"):
         answers_of(model, test_reader, classify(model, test_reader, records=FIRST[:0]), FIRST[:0])
     model.gain.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        evaluate_classifier(model, test_reader)
+        evaluate_classifier(model, test_reader, batch_size=256, details=True)
 
 
 def test_classes_in_another_order_or_without_images_are_put_into_the_models(runs, tmp_path, refused):

@@ -183,7 +183,7 @@ def test_a_plagiarist_is_found_out(test_reader, train_reader, generator):
 
 
 def test_real_features_are_kept_between_calls(generator, test_reader, train_reader, tmp_path):
-    counting, real = Counting(), RealFeatures()
+    counting, real = Counting(), RealFeatures(batch_size=64)
     first = evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader)
     fresh = counting.seen
     again = evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader)

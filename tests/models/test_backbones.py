@@ -162,7 +162,7 @@ def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
     state[head], state[head.replace("weight", "bias")] = torch.zeros(7, donor.feature_dim), torch.zeros(7)
     torch.save(state, tmp_path / "w.pth")
     model = build(name, weights=str(tmp_path / "w.pth"))
-    told = load_pretrained(model)
+    told = load_pretrained(model, None)
     assert "head new, first filters from 3 to 1 channels" in told
     found = model.network.state_dict()
     for key, value in state.items():
@@ -205,7 +205,7 @@ def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
 def test_patches_have_no_middle_and_there_may_be_no_timm(tmp_path, monkeypatch):
     torch.save(torchvision.models.convnext_tiny().state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"4x4 have no centre of 3 px; set --model\.stem imagenet"):
-        load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")))
+        load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")), None)
     monkeypatch.setitem(sys.modules, "timm", None)
     assert_raises(UserError, r"timm:resnet10t needs timm .*; `pip install timm`", build, "timm:resnet10t")
 
@@ -251,7 +251,7 @@ def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_
     assert_raises(UserError, "no such file; give a file", find_weights, "DEFAULT", "own")
     torch.save(model.network.state_dict(), tmp_path / "own.pth")
     again = build("own", weights=str(tmp_path / "own.pth"), **config)
-    assert "head taken" in load_pretrained(again)
+    assert "head taken" in load_pretrained(again, None)
 
 
 @pytest.mark.parametrize(

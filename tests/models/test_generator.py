@@ -108,7 +108,7 @@ def test_class_means_are_of_the_present_weights_and_of_several_labels():
         assert spreads.tolist() == pytest.approx([spread for _, spread in expected])
     with torch.no_grad():
         generator.mapping.embed.weight.mul_(2)
-    close(generator.truncation_centre(rows), np.stack([class_mean(generator, row)[0] for row in rows]))
+    close(generator.truncation_centre(rows, "class"), np.stack([class_mean(generator, row)[0] for row in rows]))
     other = draw(20_000, 5, key="others")  # the oracle of the means: other latents
     w = generator.mapping(other, torch.zeros(len(other), dtype=torch.int64)).detach()
     distance = (generator.class_styles(torch.tensor([0]))[0][0] - w.mean(0)).abs()

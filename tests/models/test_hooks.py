@@ -167,7 +167,7 @@ def test_statistics_of_activations_and_gradients_over_several_passes():
         for x in parts:
             objective(model(x)).backward()
     assert hooks_of(model) == 0
-    collected = statistics.collect()
+    collected = statistics.collect(statistics.packed())
     assert len(collected) == 2 * 2 * 5
     for name, tensors in seen.items():
         grads = [4 * t.grad for t in tensors if t.grad is not None]
@@ -175,7 +175,7 @@ def test_statistics_of_activations_and_gradients_over_several_passes():
             for what, expected in figures(values).items():
                 assert collected[f"{name}/{kind}_{what}"] == pytest.approx(expected, rel=1e-9), (name, kind, what)
     assert collected["layer1/activation_zeros"] > 0
-    assert statistics.collect() == {}
+    assert statistics.collect(statistics.packed()) == {}
 
 
 NOT_FINITE = torch.tensor([1.0, float("nan"), 0.0, float("-inf"), -3.0])
@@ -188,8 +188,8 @@ def test_statistics_of_values_that_are_not_finite_or_of_low_precision(values):
     statistics = LayerStatistics({"layer": layer})
     with statistics.watching(scale=1.0):
         layer(values)
-    found = statistics.collect()
+    found = statistics.collect(statistics.packed())
     assert found == {f"layer/activation_{name}": pytest.approx(v, rel=1e-4) for name, v in figures([values]).items()}
     with statistics.watching(scale=1.0):
         layer(torch.full((2,), float("inf")))
-    assert statistics.collect()["layer/activation_nonfinite"] == 1
+    assert statistics.collect(statistics.packed())["layer/activation_nonfinite"] == 1

@@ -69,7 +69,7 @@ def build(weights, *, channels=3, classes=5, **config):
 
 def loaded(weights, **options):
     model = build(weights, **options)
-    told = load_pretrained(model)
+    told = load_pretrained(model, None)
     return model, told
 
 
@@ -78,7 +78,7 @@ def test_a_plain_file_gives_torchvisions_outputs_and_none_nothing(file, donor):
     x = draw(2, 3, 32, 32).float()
     torch.testing.assert_close(model(x), donor(x), rtol=0, atol=0)
     assert told == f"weights from {file}: 122 of 122 tensors; head taken"
-    assert load_pretrained(Classifier(ModelConfig(), channels=3, classes=5, resolution=32)) == ""
+    assert load_pretrained(Classifier(ModelConfig(), channels=3, classes=5, resolution=32), None) == ""
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_grey_images_and_a_small_stem_take_what_fits_of_the_filters(file, donor)
     assert "first filters from 3 to 1 channels" in told
     model = build(file, channels=4)
     model.pixel_format = {"alpha": True}
-    load_pretrained(model)  # transparency has no weight at first
+    load_pretrained(model, None)  # transparency has no weight at first
     assert torch.equal(model.network.conv1.weight, torch.nn.functional.pad(donor.conv1.weight, (0, 0, 0, 0, 0, 1)))
     model, told = loaded(file, stem="small")
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight[:, :, 2:5, 2:5])
@@ -331,7 +331,7 @@ def test_what_does_not_fit_is_refused_by_name(key, value, message, donor, tmp_pa
     torch.save({name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / "changed.pth")
     model = build(tmp_path / "changed.pth")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert_raises(UserError, rf"changed\.pth: {re.escape(key)} {message}", load_pretrained, model)
+    assert_raises(UserError, rf"changed\.pth: {re.escape(key)} {message}", load_pretrained, model, None)
     same(dict(model.state_dict()), before)
 
 

@@ -63,8 +63,8 @@ def result(case: Case, arguments: dict[str, Any]) -> Any:
         return type(error), str(error)
 
 
-def pretrained(model: Any, **options: Any) -> Any:
-    return load_pretrained(model, **options), model
+def pretrained(model: Any, classes: Any = None) -> Any:
+    return load_pretrained(model, classes), model
 
 
 def loaders(world: dict[str, Path]) -> list[Case]:

@@ -68,7 +68,7 @@ def write(path: Path, content: object) -> None:
 
 def save_grid(path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
-    save_png(grid(torch.from_numpy(images)), path)
+    save_png(grid(torch.from_numpy(images), spec=None), path)
 
 
 def make_gan(folder: Path) -> Path:

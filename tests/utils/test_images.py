@@ -35,22 +35,22 @@ def test_a_grid_of_rows_shows_the_visible_images(tmp_path):
 
 def test_rows_run_left_to_right_and_empty_places_are_white():
     images = numbered(3)
-    found = grid(images, columns=2)
+    found = grid(images, columns=2, spec=None)
     assert found.shape == (4, 6, 1)
     np.testing.assert_array_equal(found[:2, :, 0], torch.cat([images[0, 0], images[1, 0]], 1).numpy())
     np.testing.assert_array_equal(found[2:, :3, 0], images[2, 0].numpy())
     assert (found[2:, 3:] == 255).all()
-    np.testing.assert_array_equal(grid(images[:1]), images[0].permute(1, 2, 0).numpy())
-    assert grid(numbered(10, height=2, width=2)).shape == (6, 8, 1)  # about square by default
+    np.testing.assert_array_equal(grid(images[:1], spec=None), images[0].permute(1, 2, 0).numpy())
+    assert grid(numbered(10, height=2, width=2), spec=None).shape == (6, 8, 1)  # about square by default
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
     path = tmp_path / "new" / "grid.png"
-    save_png(grid(numbered(4, channels=channels), columns=2), path)
+    save_png(grid(numbered(4, channels=channels), columns=2, spec=None), path)
     with Image.open(path) as image:
         pixels = np.asarray(image).reshape(4, 6, channels)
-    np.testing.assert_array_equal(pixels, grid(numbered(4, channels=channels), columns=2))
+    np.testing.assert_array_equal(pixels, grid(numbered(4, channels=channels), columns=2, spec=None))
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 

@@ -98,7 +98,7 @@ class Quickstart:
         """
         yield from self.packing()
         for task in self.plan.trainings:
-            yield Step(f"train {task}", self.training(task), is_finished(self.folder / task))
+            yield Step(f"train {task}", self.training(task), is_finished(self.folder / task, None))
         for task in self.plan.trainings:
             yield Step(f"evaluate {task}", self.evaluation(task), done=False)
 

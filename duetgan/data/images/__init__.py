@@ -82,7 +82,7 @@ def has_16_bits(content: bytes) -> bool:
 
 
 @contextmanager
-def opened(content: bytes, size: tuple[int, int] | None = None) -> Iterator[Image.Image]:
+def opened(content: bytes, size: tuple[int, int] | None) -> Iterator[Image.Image]:
     """Open an untrusted image file in a `with` block. Pillow decodes the pixels inside the block.
 
     Args:

@@ -39,9 +39,9 @@ class RandomCrop:
     The method is from Szegedy et al. 2015, "Going Deeper with Convolutions", section 6.
     """
 
-    area: tuple[float, float] = (0.08, 1.0)  # fraction of the image, uniform
+    area: tuple[float, float]  # fraction of the image, uniform
     # width / height relative to that of the target, uniform in the logarithm
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    aspect: tuple[float, float]
 
     def box(self, height: int, width: int, draws: np.random.Generator, target: Size) -> Box:
         """Return a random crop of an image of `height` x `width` px, drawn with `draws`.

@@ -156,7 +156,7 @@ def naming(reader: LMDBReader) -> Name:
     return name
 
 
-def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+def look_alikes(count: int, report: Report, groups: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Divide `count` records into groups of records that look alike.
 
     Two records are in the same group if they are exact or near duplicates, if one of `groups`

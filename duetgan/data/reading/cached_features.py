@@ -19,7 +19,7 @@ class CachedFeatures:
     dtype: torch.dtype  # of the features
     views: int  # 1, or 2 with the mirrored image
     labels: np.ndarray  # int64 [count]
-    real_images: int | None = None  # number of real images if there are synthetic ones
+    real_images: int | None  # number of real images if there are synthetic ones
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Return the features and labels of images, `indices` int64 [n]."""

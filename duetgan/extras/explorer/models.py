@@ -117,7 +117,7 @@ class Source:
     """
 
     seed: int
-    label: int | None = None  # None: unconditional
+    label: int | None  # None: unconditional
     psi: float = 1.0
 
     def sampler(self, run: LoadedRun) -> Sampler:

@@ -178,7 +178,7 @@ def answer(options: Namespace, files: list[Path]) -> Document:
         check_data(dataset, last, options.data)
         if options.mislabelled:
             return _mislabelled(options, dataset, snapshots[-1].load())
-        image = read_target(options.image, last)
+        image = read_target(options.image, last, None)
         return _explain(options, snapshots, dataset, image)
 
 

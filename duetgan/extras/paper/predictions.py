@@ -332,7 +332,7 @@ def count(config: RunConfig, dataset: Dataset, samples: int, *, kernels: bool = 
         return Count(samples, trial.task, held, ledger.peak, ledger.phase, kinds)
 
 
-def largest(small: Count, large: Count, gib: float, multiple: int = 1) -> int:
+def largest(small: Count, large: Count, gib: float, multiple: int) -> int:
     """Return the largest number of samples that fit a GPU of `gib` GiB in one pass.
 
     The result is a multiple of `multiple`. The peak memory is assumed to be a linear function of

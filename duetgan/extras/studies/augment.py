@@ -105,7 +105,7 @@ class Augment(Subject):
         classic.append(("stronger augmentation", _settings(config.stronger), config.stronger))
         for name, description, overrides in classic:
             self._arm(Job(name, description, CLASSIC), overrides)
-        self.bases(Job("", family=CLASSIC))
+        self.bases(Job("", family=CLASSIC), images=None, labelled=None)
         mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for ratio in config.ratios:
             description = f"{ratio:g} samples per real image{mixing}"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import numpy as np
@@ -42,9 +42,9 @@ class Comparison:
 class Result:
     """The metrics and the correct predictions of one run."""
 
-    figures: dict[str, float] = field(default_factory=dict)  # name of a metric -> value
+    figures: dict[str, float]  # name of a metric -> value
     # split -> True for each image that is predicted correctly, bool [n], in the file's order
-    hits: dict[str, np.ndarray] = field(default_factory=dict)
+    hits: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Results:
     seeds: Sequence[int]
     by_arm: dict[str, list[Result]]  # arm -> results in the order of the seeds
     # split -> labels of its images, int64 [n]
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray]
     # name of a group of classes -> labels of the classes
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[int]]
 
-    def hits(self, arm: str, split: str = TEST) -> np.ndarray:
+    def hits(self, arm: str, split: str) -> np.ndarray:
         """Return the correct predictions of an arm on a split: bool [seeds, n], True if correct."""
         return np.stack([result.hits[split] for result in self.by_arm[arm]])
 
-    def weights(self, group: str, split: str = TEST) -> np.ndarray:
+    def weights(self, group: str, split: str) -> np.ndarray:
         """Return the weight of each image in the mean recall of a group of classes, float64 [n].
 
         The weights sum to 1. Images of other classes have weight 0.
@@ -71,9 +71,9 @@ class Results:
         chosen = np.isin(labels, self.groups[group])
         return chosen / (max(1, len(np.unique(labels[chosen]))) * np.bincount(labels)[labels])
 
-    def mean(self, arm: str, group: str, split: str = TEST) -> float:
-        """Return the recall of an arm, averaged over the group's classes and all seeds."""
-        return float(self.hits(arm, split).mean(0) @ self.weights(group, split))
+    def mean(self, arm: str, group: str) -> float:
+        """Return the recall of an arm on the test split, averaged over the classes and all seeds."""
+        return float(self.hits(arm, TEST).mean(0) @ self.weights(group, TEST))
 
     def choose(self, name: str, arms: Sequence[str]) -> str:
         """Add an arm `name` that has, for each seed, the results of the best of `arms`.
@@ -93,7 +93,9 @@ class Results:
 
 def difference(results: Results, first: str, second: str, group: str) -> Difference:
     """Compare the mean recalls of two arms in a group of classes: second minus first."""
-    return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
+    return by_seeds_and_images(
+        results.hits(first, TEST), results.hits(second, TEST), results.weights(group, TEST)
+    )
 
 
 def answer(value: float, p: float | None) -> str:

@@ -220,9 +220,7 @@ class Subject(ABC):
         )
         return trained, untrained
 
-    def bases(
-        self, template: Job, images: Path | None = None, labelled: Labelled | None = None
-    ) -> None:
+    def bases(self, template: Job, images: Path | None, labelled: Labelled | None) -> None:
         """Declare baseline arms, which use no second model such as a GAN.
 
         These are logistic regressions (see `baselines`) and, if the classifier's recipe starts from
@@ -246,7 +244,7 @@ class Subject(ABC):
             arm = replace(template, name=full_name, description="the recipe without its weights")
             self.training(arm, recipe, {"model.weights": None}, images=images)
 
-    def readout(self, arm: Job, features: Features, labelled: Labelled | None = None) -> None:
+    def readout(self, arm: Job, features: Features, labelled: Labelled | None) -> None:
         """Declare an arm that fits a logistic regression on `features`, such as pixels.
 
         `labelled` is a function that chooses the training images whose labels are used. It takes

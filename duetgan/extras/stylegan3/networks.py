@@ -273,7 +273,7 @@ class Stylegan3Generator(StyledGenerator):
         # number of these samples.
         self.squares = nn.Buffer(torch.zeros(config.layers + 2), persistent=False)
 
-    def synthesis(self, ws: Tensor, noise: list[Tensor] | NoiseMode = "none") -> Tensor:
+    def synthesis(self, ws: Tensor, noise: list[Tensor] | NoiseMode) -> Tensor:
         """Return images [N, channels, H, W] for styles [N, num_ws, w_dim]; `noise` is not used."""
         # Only passes for the generator's losses count, so that the means of the squares are the
         # same for any micro-batch size.

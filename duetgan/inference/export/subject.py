@@ -150,8 +150,8 @@ def classifier_subject(
     *,
     count: int,  # largest number of images for the check
     batch_size: int,
-    calibration: Dataset | None = None,  # images for int8; None: no int8 export
-    calibrated: int = 0,  # largest number of images for the calibration
+    calibration: Dataset | None,  # images for int8; None: no int8 export
+    calibrated: int,  # largest number of images for the calibration
 ) -> Subject:
     """Return a classifier with random images for the check, and other images to calibrate int8.
 

@@ -153,7 +153,7 @@ PLACES = (
 )
 
 
-def find_weights(weights: str | Path | None = None) -> Path | None:
+def find_weights(weights: str | Path | None) -> Path | None:
     """Return the path of a ResNet-50 weights file, or None if there is none.
 
     The path is `weights`, else the environment variable DUET_WEIGHTS, else the first of PLACES that
@@ -394,7 +394,7 @@ class RealFeatures:
     and weights are the same.
     """
 
-    batch_size: int = 64
+    batch_size: int
     show: bool = False  # if True, show a progress bar
     _cache: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 

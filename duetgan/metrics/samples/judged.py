@@ -5,7 +5,6 @@ from torch import Tensor
 
 from duetgan.metrics.classification.answers import multi_hot
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.protocol import PER_CLASS
 
 
 def recognised(
@@ -67,7 +66,7 @@ def diversity_by_class(
     real_labels: Tensor,  # int64 [m], or bool [m, classes]
     *,
     classes: int,
-    images: int = PER_CLASS,
+    images: int,
 ) -> Measured:
     """Return the diversity ratio of the least diverse class, with the ratios by class.
 

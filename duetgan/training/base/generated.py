@@ -43,7 +43,7 @@ class GeneratedSamples:
         run: str,  # run folder or checkpoint file
         count: int,
         # relative frequencies of the classes; None: all equal
-        class_frequencies: Sequence[float] | None = None,
+        class_frequencies: Sequence[float] | None,
     ) -> None:
         checkpoint = load(resolve(run))
         self.path = str(run)

@@ -256,7 +256,7 @@ class Graphs:
         obstacle: The reason why the task's steps cannot be captured; empty if they can.
     """
 
-    def __init__(self, setting: GraphSetting, device: torch.device, obstacle: str = "") -> None:
+    def __init__(self, setting: GraphSetting, device: torch.device, obstacle: str) -> None:
         # the reason why steps run one kernel at a time; empty if they are captured
         self.obstacle = obstacle
         if setting == "off":

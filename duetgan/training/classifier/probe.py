@@ -85,7 +85,7 @@ def look_alike_groups(dataset: Dataset) -> np.ndarray:
     firsts = np.arange(len(dataset))
     reader = dataset.shards[0]
     if len(dataset) == len(reader) <= COMPARED and isinstance(reader, LMDBReader):
-        for group in look_alikes(len(reader), find(reader, similar=True)):
+        for group in look_alikes(len(reader), find(reader, similar=True), ()):
             firsts[group] = group[0]
     return firsts
 

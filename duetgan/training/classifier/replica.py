@@ -97,7 +97,9 @@ class Replica:
         module = ClassifierFromStage(self.model)
         if self._is_captured:
             parameters = self.model.parameters()
-            self._exchange = GradientExchange(parameters, compress=self.config.distributed.compress)
+            self._exchange = GradientExchange(
+                parameters, missing="zeros", compress=self.config.distributed.compress
+            )
         elif collectives.world_size() > 1:
             # Inputs are on the right device already, so no device_ids are needed. Rank 0 sends its
             # weights the first time only, since they are equal on all ranks later.

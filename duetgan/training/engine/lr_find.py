@@ -62,7 +62,7 @@ class Curve:
     """
 
     # optimizer.lr divided by the rate at this batch size (optimizer.lr_batch_size)
-    scale: float = 1.0
+    scale: float
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)

@@ -48,7 +48,7 @@ AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
 POWERS = {"z": 1, "momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Fit:
     """The result of matching the tensors of a donor checkpoint with those of a network.
 
@@ -59,7 +59,7 @@ class Fit:
     misfits: list[str] = field(default_factory=list)  # have another shape in the donor
     # not in the donor, or another tensor of the layer does not fit
     new: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)  # the donor's names
+    unused: list[str]  # the donor's names
 
     def lines(self) -> list[str]:
         parts = {"does not fit": self.misfits, "stays new": self.new, "left out": self.unused}

@@ -105,7 +105,7 @@ class Context:
                         stack.enter_context(layers.scaled_together(network))
             yield
 
-    def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None = None) -> list[Images]:
+    def reals(self, batch: Batch, step_slice: StepSlice, phase: str | None) -> list[Images]:
         """Return this rank's real images, as micro-batches of augmented images in [-1, 1].
 
         The augmentation is that of the config's section `augment`, not ADA. `phase` is part of the

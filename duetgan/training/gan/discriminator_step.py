@@ -156,7 +156,7 @@ class DiscriminatorStep:
         return {name: weight for name, weight in weights.items() if weight > 0}
 
     def _weight(
-        self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int = 1
+        self, name: str, step_slice: StepSlice, penalty: Tensor, factor: int
     ) -> float | Tensor:
         """Return the weight of the penalty `name` in this step, multiplied by `factor`.
 
@@ -200,7 +200,7 @@ class DiscriminatorStep:
             for output, values in zip(due, self._penalties(due), strict=True):
                 name, _ = PENALTIES[output.name]
                 mean = values.sum() / step_slice.batch_size
-                step_slice.add(f"loss/{name}", mean * self._weight(name, step_slice, mean))
+                step_slice.add(f"loss/{name}", mean * self._weight(name, step_slice, mean, 1))
                 loss = loss + mean * self._weight(name, step_slice, mean, self.loss.r1_interval)
             # Kind of the first output in the last backward pass of a micro-batch.
             final = "between" if "gradient_penalty" in weights else "real"

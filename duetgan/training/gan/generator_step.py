@@ -48,9 +48,9 @@ class GeneratorStep:
         """Update G and its moving average; return the detached samples for D's half of the step."""
         fakes = []
         with frozen(self.context.discriminator):
-            for rows, real, fake in self.samples(step_slice, reals):
+            for rows, real, fake in self.samples(step_slice, reals, compiled=True):
                 with phase("generator/forward"):
-                    loss_terms = self.losses(step_slice, rows, fake, real)
+                    loss_terms = self.losses(step_slice, rows, fake, real, compiled=True)
                 self.overlap(step_slice, rows)
                 with phase("generator/backward"):
                     total = torch.stack(list(loss_terms.values())).sum()
@@ -60,7 +60,7 @@ class GeneratorStep:
         return fakes
 
     def samples(
-        self, step_slice: StepSlice, reals: Sequence[Images], *, compiled: bool = True
+        self, step_slice: StepSlice, reals: Sequence[Images], *, compiled: bool
     ) -> Iterator[tuple[slice, Images, Images]]:
         """Yield, for each micro-batch, its rows (a slice of the batch), real images, and samples.
 
@@ -79,13 +79,7 @@ class GeneratorStep:
                 yield rows, real, fake
 
     def losses(
-        self,
-        step_slice: StepSlice,
-        rows: slice,
-        fake: Images,
-        real: Images,
-        *,
-        compiled: bool = True,
+        self, step_slice: StepSlice, rows: slice, fake: Images, real: Images, *, compiled: bool
     ) -> dict[str, Tensor]:
         """Return a dict from the name of a loss to its weighted value for a micro-batch, 0-d.
 
@@ -115,7 +109,9 @@ class GeneratorStep:
         """
         if self.loss.path_length_due(step_slice.step):
             with phase("generator/path_length"), convolution.penalised():
-                for rows, penalty in self.path_length.penalties(self.context, step_slice):
+                for rows, penalty in self.path_length.penalties(
+                    self.context, step_slice, is_trial=False
+                ):
                     self.updater.overlap(last=step_slice.half().is_last(rows))
                     self.context.precision.backward(penalty, self.updater.parameters)
         with phase("generator/optimizer"):

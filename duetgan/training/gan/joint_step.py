@@ -41,7 +41,7 @@ class JointStep:
     def run(self, step_slice: StepSlice, reals: Sequence[Images]) -> None:
         """Update D, G and the moving average of G from this rank's micro-batches of real images."""
         fakes = []
-        for rows, real, fake in self.generator_step.samples(step_slice, reals):
+        for rows, real, fake in self.generator_step.samples(step_slice, reals, compiled=True):
             self._backward(step_slice, rows, fake, real)
             fakes.append(fake.detached())
         self.generator_step.update(step_slice, fakes)

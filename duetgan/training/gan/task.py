@@ -87,7 +87,7 @@ class GanTask(Task):
         self.joint_step = JointStep(self.generator_step, self.discriminator_step)
         self.loss_gradients = LossGradients(self.generator_step)
         self.watch = Watch(config.watch, config.loss.functions)
-        self.graphs = Graphs(config.graphs, device)
+        self.graphs = Graphs(config.graphs, device, obstacle="")
         # Distances of different extractors cannot be compared, so the name includes the extractor.
         self.best_metric = f"frechet/{config.evaluation.extractor}"
         # Built before training, so that an error does not wait until the first evaluation.
@@ -174,7 +174,7 @@ class GanTask(Task):
         `batches` holds the one or two batches that a step reads. `_begin` must have been called.
         """
         step_slice = self._slice(step)
-        reals = self.context.reals(batches[0], step_slice)
+        reals = self.context.reals(batches[0], step_slice, None)
         self.loss_gradients.measure(step_slice, reals)
         if self.joint_step.is_due(step):
             self.joint_step.run(step_slice, reals)

@@ -154,7 +154,7 @@ class PathLength(torch.nn.Module):
         return moved
 
     def penalties(
-        self, context: Context, step_slice: StepSlice, *, is_trial: bool = False
+        self, context: Context, step_slice: StepSlice, *, is_trial: bool
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the rows and the weighted penalty, 0-d, of each of this rank's micro-batches.
 

@@ -352,9 +352,7 @@ def _verify(path: Path) -> None:
             )
 
 
-def load_latest(
-    folder: Path, warn: Callable[[str], object] = print
-) -> tuple[Path, Checkpoint] | None:
+def load_latest(folder: Path, warn: Callable[[str], object]) -> tuple[Path, Checkpoint] | None:
     """Load the newest undamaged checkpoint; return its path and content.
 
     Returns None for a folder without checkpoints. Calls `warn` with a message for each damaged one.

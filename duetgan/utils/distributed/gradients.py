@@ -37,7 +37,7 @@ class GradientExchange:
         self,
         parameters: Iterable[Tensor],
         *,
-        missing: Literal["zeros", "skip"] = "zeros",
+        missing: Literal["zeros", "skip"],
         compress: Compression,
     ) -> None:
         self.missing, self.compress = missing, compress

@@ -71,7 +71,7 @@ def add_options(add: Callable[..., object]) -> None:
 
 
 def start_processes(
-    command: str, argv: Sequence[str], gpus: str | None, procs: int | None, *, resumes: bool = True
+    command: str, argv: Sequence[str], gpus: str | None, procs: int | None, *, resumes: bool
 ) -> int | None:
     """Start the processes that `--gpus` and `--procs` request, and return their exit code.
 

@@ -42,7 +42,7 @@ def default_folder(config_file: Path) -> Path:
     return folder if of_a_run else runs_folder() / config_file.stem
 
 
-def is_finished(run: Path, max_steps: int | None = None) -> bool:
+def is_finished(run: Path, max_steps: int | None) -> bool:
     """Return True if a run's training has ended, or has stopped at step `max_steps`."""
     file = run / "status.json"
     if not file.is_file():

@@ -265,7 +265,9 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side):
 
 def test_random_boxes_have_the_area_and_aspect_asked_for():
     draws = np.random.default_rng(0)
-    boxes = np.array([RandomCrop(area=(0.2, 0.5)).box(400, 400, draws, (1, 1)) for _ in range(2000)])
+    boxes = np.array(
+        [RandomCrop(area=(0.2, 0.5), aspect=(3 / 4, 4 / 3)).box(400, 400, draws, (1, 1)) for _ in range(2000)]
+    )
     shares = boxes[:, 2] * boxes[:, 3] / 400**2
     aspects = boxes[:, 3] / boxes[:, 2]
     assert 0.195 < shares.min() < 0.21
@@ -277,12 +279,13 @@ def test_random_boxes_have_the_area_and_aspect_asked_for():
     assert abs((boxes[:, 0] / (400 - boxes[:, 2])).mean() - 0.5) < 0.02
     assert boxes[:, :2].min() >= 0
     assert (boxes[:, :2] + boxes[:, 2:]).max() <= 400
-    top, left, height, width = RandomCrop().box(10, 1000, np.random.default_rng(0), (1, 1))
+    crop = RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))
+    top, left, height, width = crop.box(10, 1000, np.random.default_rng(0), (1, 1))
     assert (top, height, width) == (0, 10, 13)
     assert left == (1000 - 13) // 2
     # no crop that is at least 1.5 times and at most 8/3 times as wide as high fits: the nearest in the middle
     for size, expected in (((10, 1000), (0, 486, 10, 27)), ((1000, 10), (496, 0, 7, 10))):
-        assert RandomCrop().box(*size, np.random.default_rng(0), (12, 24)) == expected
+        assert crop.box(*size, np.random.default_rng(0), (12, 24)) == expected
     assert centre_box(10, 1001) == (0, 495, 10, 10)
 
 

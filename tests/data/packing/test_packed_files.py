@@ -66,7 +66,7 @@ def test_the_images_are_those_of_the_packed_file(photos, shards, tmp_path, kind)
     with open_source(str(place)) as source:
         pack(source, tmp_path / "packed.lmdb", encoding="source", workers=0)
     indices, keys = GlobalSampler(20, batch_size=20, seed=1).batch(Position())
-    options: dict[str, Any] = {"resolution": 16, "crop": RandomCrop()}
+    options: dict[str, Any] = {"resolution": 16, "crop": RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))}
     for form in forms:
         with open_dataset(tmp_path / "packed.lmdb", **options) as packed, open_dataset(form, **options) as direct:
             np.testing.assert_array_equal(direct.read(indices, keys=keys)[0], packed.read(indices, keys=keys)[0])

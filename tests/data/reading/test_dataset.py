@@ -126,7 +126,7 @@ def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
 @pytest.mark.parametrize("workers", [0, 3])
 def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path, encoding, workers):
     """In whatever place of a batch, and in another process; without keys the middle is taken."""
-    path, crop = tmp_path / "x.lmdb", RandomCrop(area=(0.3, 1.0))
+    path, crop = tmp_path / "x.lmdb", RandomCrop(area=(0.3, 1.0), aspect=(3 / 4, 4 / 3))
     if encoding == "source":
         pixels = own_sizes(path)
     else:
@@ -145,7 +145,7 @@ def test_crops_are_drawn_from_seed_epoch_and_record(tmp_path, encoding, workers)
 
 
 def test_crops_for_rectangles_have_their_aspect(tmp_path):
-    pixels, crop = own_sizes(tmp_path / "x.lmdb"), RandomCrop(area=(0.2, 0.4))
+    pixels, crop = own_sizes(tmp_path / "x.lmdb"), RandomCrop(area=(0.2, 0.4), aspect=(3 / 4, 4 / 3))
     dataset = Dataset(tmp_path / "x.lmdb", resolution="24x12", crop=crop)
     (image,), _ = dataset.read([2], keys=keys(5, 1))
     height, width = pixels[2].shape[:2]

@@ -277,7 +277,7 @@ def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
     means = np.stack([cv2.resize(p.transpose(1, 2, 0), (8, 8), interpolation=cv2.INTER_AREA) for p in whole[records]])
     batch = next(make(tmp_path / "p.lmdb"))
     np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
-    crop = RandomCrop(area=(0.2, 0.3))
+    crop = RandomCrop(area=(0.2, 0.3), aspect=(3 / 4, 4 / 3))
     reader = Dataset(tmp_path / "p.lmdb", name="photos", crop=crop, workers=2)
     assert at_resolution(reader, SIDE) is reader
     smaller = at_resolution(reader, 8)

@@ -197,11 +197,13 @@ def crops(tmp_path_factory):
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(workers=st.sampled_from([0, 1, 3]), prefetch=st.sampled_from([0, 2]), world_size=worlds, before=starts)
 def test_random_crops_follow_seed_epoch_and_sample(crops, workers, prefetch, world_size, before):
-    open_dataset = partial(Dataset, crops, resolution=4, crop=RandomCrop(), workers=workers)
+    open_dataset = partial(
+        Dataset, crops, resolution=4, crop=RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3)), workers=workers
+    )
     ranks = [GlobalSampler(7, batch_size=12, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
     state = ranks[0].state_at(Position(12 * before))
     images = torch.cat(read_on(open_dataset, ranks, 3, prefetch, state)[1])
-    with Dataset(crops, resolution=4, crop=RandomCrop()) as alone:
+    with Dataset(crops, resolution=4, crop=RandomCrop(area=(0.08, 1.0), aspect=(3 / 4, 4 / 3))) as alone:
         for place, image in enumerate(images.numpy(), start=12 * before):
             epoch, offset = divmod(place, 7)
             record = ranks[0].order(epoch)[offset]

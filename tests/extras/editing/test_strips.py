@@ -70,7 +70,7 @@ def test_strips_are_drawn(closed, tmp_path, capsys):
 def test_seeds_and_saved_w_are_edited(closed, tmp_path, capsys):
     generator, file, side = styled(), tmp_path / "saved.safetensors", 112
     ws = torch.randn(generator.num_ws, 8, generator=torch.Generator().manual_seed(0))
-    write_latents(file, {"w+": Latents(ws=ws, noise="const")}, generator, {"noise": "const"})
+    write_latents(file, {"w+": Latents(ws=ws, noise="const", label=None)}, generator, {"noise": "const"})
     command = [part for part in edit(closed, tmp_path / "x.png") if part not in ("--n", 2)]
     assert call(generate, *command, "--seeds", f"{file},7") == 0
     assert "rows: saved, dark seed 7\ndark to light: " in capsys.readouterr().out

@@ -34,7 +34,9 @@ def subjects(tmp_path_factory):
     with Dataset(pack(folder / "x.lmdb")) as reader:
         return {
             "gan": generator_subject(gan, batch_size=24, psi=1.0, mean="class"),
-            "classifier": classifier_subject(classifier, reader, count=30, batch_size=16),
+            "classifier": classifier_subject(
+                classifier, reader, count=30, batch_size=16, calibration=None, calibrated=0
+            ),
         }
 
 

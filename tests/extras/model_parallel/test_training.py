@@ -127,7 +127,7 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch):
         ]
         for parameter in parameters[1:]:  # the first has none: it is sent as zeros
             parameter.grad = torch.empty_like(parameter)
-        gradients.GradientExchange(parameters, compress="off").finish()
+        gradients.GradientExchange(parameters, missing="zeros", compress="off").finish()
         assert parameters[0].grad.device == GPUS[0]
     assert sent == [("cuda:0", 105), ("cuda:1", 117), ("cuda:0", 50)]
 

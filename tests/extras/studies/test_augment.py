@@ -64,16 +64,16 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
 
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     right = np.arange(10) < 8
-    some = Result(hits={HELD_OUT: right, TEST: ~right})
-    none = Result(hits={HELD_OUT: ~right, TEST: right})
-    every = Result(hits={HELD_OUT: np.ones(10, bool), TEST: right})
+    some = Result({}, {HELD_OUT: right, TEST: ~right})
+    none = Result({}, {HELD_OUT: ~right, TEST: right})
+    every = Result({}, {HELD_OUT: np.ones(10, bool), TEST: right})
     labels = dict.fromkeys((HELD_OUT, TEST), np.zeros(10, int))
     arms = {"a": [some, some], "b": [none, none], "c": [none, every]}
     results = Results([0, 1], arms, labels, {"all": [0]})
     assert results.choose("best", ["a", "b"]) == "a (2 of 2 seeds)"
     assert results.choose("other", ["b", "a", "c"]) == "a (1 of 2 seeds), c (1 of 2 seeds)"
     assert results.by_arm["other"] == [some, every]
-    assert results.hits("other").tolist() == [(~right).tolist(), right.tolist()]
+    assert results.hits("other", TEST).tolist() == [(~right).tolist(), right.tolist()]
 
 
 @pytest.mark.parametrize(

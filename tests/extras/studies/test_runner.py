@@ -150,7 +150,7 @@ def made_up(shares, *, seeds=5, each=300, wobble=0.01):
         for seed in range(seeds):
             draw = np.random.default_rng([number, seed])
             level = np.repeat(np.broadcast_to(share, 4), each) + wobble * draw.standard_normal()
-            runs.append(Result(hits={"test": 0.8 * easy + 0.2 * draw.random(len(labels)) < level}))
+            runs.append(Result({}, {"test": 0.8 * easy + 0.2 * draw.random(len(labels)) < level}))
         by_arm[arm] = runs
     return Results(range(seeds), by_arm, {"test": labels}, groups_of(COUNTS))
 
@@ -166,7 +166,7 @@ def test_groups_are_thirds_with_the_mean_recall_of_their_classes():
     labels = np.array([0, 0, 0, 1, 2, 2])
     hits = np.array([1, 1, 0, 1, 0, 1], bool)
     groups = {"all": [0, 1, 2], "few": [2, 1]}
-    results = Results([0], {"x": [Result(hits={"test": hits})]}, {"test": labels}, groups)
+    results = Results([0], {"x": [Result({}, {"test": hits})]}, {"test": labels}, groups)
     assert results.mean("x", "all") == pytest.approx((2 / 3 + 1 + 1 / 2) / 3)
     assert results.mean("x", "few") == pytest.approx(3 / 4)
 
@@ -200,7 +200,7 @@ def test_false_alarms_are_rare_over_400_studies():
 
         def result(level, easy=easy):
             level += 0.02 * draw.standard_normal()
-            return Result(hits={name: 0.7 * of + 0.3 * draw.random(200) < level for name, of in easy.items()})
+            return Result({}, {name: 0.7 * of + 0.3 * draw.random(200) < level for name, of in easy.items()})
 
         by_arm = {arm: [result(level) for _ in range(5)] for arm, level in levels.items()}
         results = Results(range(5), by_arm, labels, groups)

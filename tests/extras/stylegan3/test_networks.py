@@ -145,7 +145,7 @@ def test_images_are_those_of_the_formulas(kind):
     network = build(kind, conv_clamp=3.0).eval()
     network.input.transform = torch.tensor([[0.8, -0.7, 0.3], [0.7, 0.9, -0.2], [0, 0, 1]]).double()
     ws = draw(2, network.num_ws, 6, key="ws")
-    found = network.synthesis(ws)
+    found = network.synthesis(ws, "none")
     expected = expected_images(network, ws)
     assert np.abs(expected).max() > 0.2
     close(found, expected, tolerance=1e-6)  # filters are kept in float32
@@ -173,9 +173,9 @@ def test_a_shift_of_the_transform_shifts_the_image():
     """By whole pixels, as far as the filters let no alias pass: equivariance to translation (section 2)."""
     network = build("T", margin=10, layers=6, critical_layers=2, channel_base=64, channel_max=8).eval()
     ws = draw(1, 1, 6, key="ws").expand(1, network.num_ws, 6)
-    still = network.synthesis(ws)
+    still = network.synthesis(ws, "none")
     network.input.transform = torch.tensor([[1, 0, -4 / 16], [0, 1, 0], [0, 0, 1.0]]).double()
-    moved = network.synthesis(ws)
+    moved = network.synthesis(ws, "none")
     off = (moved[..., 4:] - still[..., :-4]).square().mean() / still.var()
     assert off < 1e-3 < (moved[..., 4:] - still[..., 4:]).square().mean() / still.var()
 
@@ -189,7 +189,7 @@ def test_filters_have_second_derivatives_and_activations_can_be_recomputed():
     for network in (plain, recomputed):
         ws = draw(2, network.num_ws, 6, key="ws").requires_grad_()
         with penalised():
-            (gradient,) = torch.autograd.grad(network.synthesis(ws).square().sum(), ws, create_graph=True)
+            (gradient,) = torch.autograd.grad(network.synthesis(ws, "none").square().sum(), ws, create_graph=True)
         gradient.square().sum().backward()
         assert not network.squares.any()  # passes of penalties do not count
     for name, gradient in gradients(plain).items():
@@ -201,9 +201,9 @@ def test_magnitudes_are_those_of_the_global_batch_in_any_micro_batches():
     ws = draw(6, networks[0].num_ws, 6, key="ws")
     for network, sizes in zip(networks, ([6], [4, 2]), strict=True):
         for part in ws.split(sizes):
-            network.synthesis(part)
+            network.synthesis(part, "none")
         with torch.no_grad():
-            network.synthesis(5 * ws)
+            network.synthesis(5 * ws, "none")
         network.update_w_avg(ws[:, 0].mean(0))
         torch.testing.assert_close(network.w_avg, 0.002 * ws[:, 0].mean(0))
     one, two = networks
@@ -227,9 +227,9 @@ def features_square(network, ws):
 def test_bf16_and_fp16_draw_about_the_same():
     network = build("T", channel_base=64, channel_max=16).float().eval()
     ws = draw(2, network.num_ws, 6, key="ws").float()
-    exact = network.synthesis(ws)
+    exact = network.synthesis(ws, "none")
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            found = network.synthesis(ws)
+            found = network.synthesis(ws, "none")
         assert found.dtype == torch.float32
         assert (found - exact).square().mean().sqrt() < 0.05 * exact.std()

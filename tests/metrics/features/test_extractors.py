@@ -250,13 +250,13 @@ def test_search_order(tmp_path, monkeypatch, no_weights):
     given, named, lying = (tmp_path / name for name in ("given", "named", "lying"))
     for path in (given, named, lying):
         path.touch()
-    assert find_weights() is None
+    assert find_weights(None) is None
     assert_raises(UserError, r"--weights|weights/", resnet50_features)
     monkeypatch.setattr("duetgan.metrics.features.extractors.PLACES", (tmp_path / "absent", lying))
-    assert find_weights() == lying
+    assert find_weights(None) == lying
     monkeypatch.setenv("DUET_WEIGHTS", str(named))
-    assert find_weights() == named
+    assert find_weights(None) == named
     assert find_weights(given) == given
     assert_raises(UserError, "no such file", find_weights, tmp_path / "absent")
     monkeypatch.setenv("DUET_WEIGHTS", str(tmp_path / "absent"))
-    assert_raises(UserError, r"\$DUET_WEIGHTS", find_weights)
+    assert_raises(UserError, r"\$DUET_WEIGHTS", find_weights, None)

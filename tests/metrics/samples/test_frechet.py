@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
+from duetgan.metrics.protocol import PER_CLASS
 from duetgan.metrics.samples import kernel
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.intra_class import intra_class_frechet
@@ -131,9 +132,9 @@ def of_16(n, seed, scale=1.0):
     return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def by_class(samples, sample_labels, real, real_labels, classes, **options):
+def by_class(samples, sample_labels, real, real_labels, classes, images=PER_CLASS):
     return diversity_by_class(
-        samples, torch.tensor(sample_labels), real, torch.tensor(real_labels), classes=classes, **options
+        samples, torch.tensor(sample_labels), real, torch.tensor(real_labels), classes=classes, images=images
     )
 
 

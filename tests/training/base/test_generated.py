@@ -33,13 +33,13 @@ def keys(epochs: Any, seed: int = 5) -> SampleKeys:
 
 
 def test_a_sample_depends_on_its_epoch_and_number_alone(run):
-    whole, labels = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT))
+    whole, labels = GeneratedSamples(str(run), COUNT, None).read(range(COUNT), keys=keys([0] * COUNT))
     np.testing.assert_array_equal(labels, np.arange(COUNT) % 3)
-    later, _ = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([1] * COUNT))
+    later, _ = GeneratedSamples(str(run), COUNT, None).read(range(COUNT), keys=keys([1] * COUNT))
     assert all(not np.array_equal(a, b) for a, b in zip(whole, later, strict=True))
-    other, _ = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT, seed=6))
+    other, _ = GeneratedSamples(str(run), COUNT, None).read(range(COUNT), keys=keys([0] * COUNT, seed=6))
     assert not np.array_equal(whole, other)
-    samples = GeneratedSamples(str(run), COUNT)
+    samples = GeneratedSamples(str(run), COUNT, None)
     order = [36, 3, 17, 3, 0]
     found, labels = samples.read(order, keys=keys([0, 0, 1, 1, 0]))
     for place, (number, epoch) in enumerate(zip(order, [0, 0, 1, 1, 0], strict=True)):
@@ -52,7 +52,7 @@ def test_a_sample_depends_on_its_epoch_and_number_alone(run):
 
 
 def test_they_are_the_generators_own_with_their_labels(run):
-    samples = GeneratedSamples(str(run), COUNT)
+    samples = GeneratedSamples(str(run), COUNT, None)
     found, labels = samples.read(range(BLOCK), keys=keys([4] * BLOCK))
     expected = generate(
         samples.generator, labels=torch.from_numpy(labels), indices=range(BLOCK), seed=5, stream=("synthetic", 4)
@@ -72,24 +72,24 @@ def test_samples_are_drawn_in_full_precision(run, monkeypatch):
         return generate(*arguments, **options)
 
     monkeypatch.setattr(generated, "generate", spied)
-    GeneratedSamples(str(run), COUNT).read([3], keys=keys([0]))
+    GeneratedSamples(str(run), COUNT, None).read([3], keys=keys([0]))
     assert found == ["ieee"]
 
 
 def test_what_makes_other_samples_has_another_hash(run, tmp_path):
     hashes = {
-        GeneratedSamples(str(run), COUNT).meta.content_hash,
-        GeneratedSamples(str(run), COUNT + 1).meta.content_hash,
+        GeneratedSamples(str(run), COUNT, None).meta.content_hash,
+        GeneratedSamples(str(run), COUNT + 1, None).meta.content_hash,
         GeneratedSamples(str(run), COUNT, [0.0, 1.0, 2.0]).meta.content_hash,
-        GeneratedSamples(str(gan_run(tmp_path / "grown", side=16)), COUNT).meta.content_hash,
+        GeneratedSamples(str(gan_run(tmp_path / "grown", side=16)), COUNT, None).meta.content_hash,
     }
     assert len(hashes) == 4
-    assert GeneratedSamples(str(run), COUNT).meta.content_hash in hashes
+    assert GeneratedSamples(str(run), COUNT, None).meta.content_hash in hashes
 
 
 def test_a_run_that_does_not_fit_is_refused(run, tmp_path):
     with pytest.raises(UserError, match="a 'gan' checkpoint is needed"):
-        GeneratedSamples(str(classifier_run(tmp_path / "judge")), COUNT)
+        GeneratedSamples(str(classifier_run(tmp_path / "judge")), COUNT, None)
     with pytest.raises(UserError, match="its generator has 3 classes, the images 2"):
         GeneratedSamples(str(run), COUNT, [1.0, 2.0])
 

@@ -156,7 +156,7 @@ def test_ranks_send_what_the_config_says(packed, monkeypatch, compress):
     task.set_up(0)
     parameters, how = exchange.call_args
     assert list(map(id, *parameters)) == list(map(id, task.model.parameters()))
-    assert (how, ddp.called) == ({"compress": compress}, False)
+    assert (how, ddp.called) == ({"missing": "zeros", "compress": compress}, False)
 
 
 def test_steps_of_other_kernels_have_other_graphs(packed, monkeypatch):

@@ -142,7 +142,8 @@ def test_everything_is_put_back_after_an_error_too(broken_at):
 
 def curve(losses) -> Curve:
     smoothed = [float(loss) for loss in losses]
-    return Curve(rates=np.geomspace(1e-6, 10, len(smoothed)).tolist(), losses=smoothed[::-1], smoothed=smoothed)
+    rates = np.geomspace(1e-6, 10, len(smoothed)).tolist()
+    return Curve(scale=1.0, rates=rates, losses=smoothed[::-1], smoothed=smoothed)
 
 
 def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss():

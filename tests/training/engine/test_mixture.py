@@ -77,7 +77,7 @@ def test_the_plan_names_the_mixture(packed):
 def test_checkpoints_record_who_drew_the_images(packed, tmp_path):
     images, labels, classes = sample_images("test", 5)
     run = gan_run(tmp_path / "generator", classes=classes, side=16)
-    passport = GeneratedSamples(str(run), 10).passport(4)
+    passport = GeneratedSamples(str(run), 10, None).passport(4)
     pack_arrays(tmp_path / "drawn.lmdb", images, labels=labels, classes=classes, passport=passport)
     file, fresh = {"path": str(tmp_path / "drawn.lmdb")}, {"path": None, "checkpoint": str(run)}
     for settings in (file, fresh):

@@ -45,7 +45,7 @@ def test_a_layer_is_taken_whole_or_not_at_all():
     here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
     misfits = ["a.weight", "mean"]
     fit = plan(there, here, "model", (8, 8))
-    assert fit == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
+    assert fit == Fit(copied={"free": there["free"]}, misfits=misfits, new=["a.bias"], unused=[])
     assert fit.lines() == ["does not fit: a.weight, mean", "stays new: a.bias"]
     assert Fit(unused=list("abcdef")).lines() == ["left out: a, b, c, d and 2 more"]
 

@@ -102,8 +102,8 @@ def test_colour_against_numpy():
     images = random(20, 3, 4, 4)
     grey = images[:, :1]
     for draws in variants("colour", 20):
-        found = ops.recolour(images, ops.colour_matrix(draws, probability(0.5), 3))
-        found_grey = ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1))
+        found = ops.recolour(images, ops.colour_matrix(draws, probability(0.5), 3), alpha=False)
+        found_grey = ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1), alpha=False)
         for k, parts in enumerate(rows(draws)):
             np.testing.assert_allclose(found[k], oracle.recoloured(images[k].numpy(), *parts, 0.5), rtol=0, atol=1e-12)
             alike = oracle.recoloured(grey[k].expand(3, -1, -1).numpy(), *parts, 0.5)  # a grey image in RGB
@@ -113,7 +113,7 @@ def test_colour_against_numpy():
 @pytest.mark.parametrize("operation", [3, 4])
 def test_hue_and_saturation_leave_grey_to_the_bit(operation):
     draws, grey = only(numbers("colour", 10), operation), random(10, 1, 4, 4)
-    assert torch.equal(ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1)), grey)
+    assert torch.equal(ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1), alpha=False), grey)
 
 
 @pytest.mark.parametrize("size", [(8, 8), (9, 9), (32, 32), (8, 12)])
@@ -152,7 +152,7 @@ def apply_all(images, p, key=0):
         "blit": lambda x: ops.move(x, blit, None),
         "geometry": lambda x: ops.move(x, None, warped),
         "both": lambda x: ops.move(x, blit, warped),
-        "colour": lambda x: ops.recolour(x, ops.colour_matrix(draws["colour"], p, channels)),
+        "colour": lambda x: ops.recolour(x, ops.colour_matrix(draws["colour"], p, channels), alpha=False),
         "filter": lambda x: ops.amplify_bands(x, draws["filter"], p),
         "noise": lambda x: ops.add_noise(x, draws["noise"], p),
         "cutout": lambda x: ops.cut_out(x, draws["cutout"], p),

@@ -188,7 +188,7 @@ def test_images_of_16_bits_with_transparency_are_augmented_as_such(tmp_path):
 def test_images_and_weights_lie_in_memory_as_the_config_says(tmp_path, channels_last, depth):
     pack(tmp_path / "data.lmdb", spec_of(3, depth=depth, side=16), 16, 0)
     run = Run(tmp_path, GAN, channels_last=channels_last)
-    (real,) = run.task.context.reals(next(run.loader), run.task._slice(0))
+    (real,) = run.task.context.reals(next(run.loader), run.task._slice(0), None)
     weights = [p for network in (run.task.generator, run.task.discriminator) for p in network.parameters()]
     wide = [weight for weight in weights if weight.ndim == 4 and 1 not in (weight.shape[1], weight.shape[3])]
     assert len(wide) > 4

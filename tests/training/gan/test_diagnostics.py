@@ -60,7 +60,7 @@ def improving(step):
 
 
 def test_a_healthy_training_is_left_in_peace():
-    watch = Watch(WatchConfig())
+    watch = Watch(WatchConfig(), NONSATURATING)
 
     def wild_start(step):
         """Peaks of the first thousand steps, as in real runs: D is ahead, norms grow tenfold."""
@@ -102,6 +102,7 @@ SURE = {"logits__real": 2.0, "logits__fake": -2.0, "logits__real_sign": 1.1}
 LARGE = {"margin_of": lambda step: step / 1500}
 # a real run with gamma 0: distances rise again while the discriminator gains
 WORSE = judged(lambda step: 0.9 - step / 5000 if step <= 1500 else 0.6 * 1.3, 0.37)
+NONSATURATING = OBJECTIVES["nonsaturating"]
 RELATIVISTIC: dict[str, Any] = {"objective": OBJECTIVES["relativistic"]}
 LATE: dict[str, Any] = {"config": WatchConfig(warmup_kimg=40.0)}
 
@@ -147,7 +148,8 @@ SILENT: dict[str, Any] = {
 def test_what_is_said(case):
     defaults: list[Any] = [(), None, {}]
     steps, change, evaluate, words, at, other = list(case) + defaults[len(case) - 3 :]
-    said = run(Watch(**({"config": WatchConfig()} | other)), 0, steps, change, evaluate)
+    usual: dict[str, Any] = {"config": WatchConfig(), "objective": NONSATURATING}
+    said = run(Watch(**(usual | other)), 0, steps, change, evaluate)
     assert (only(said, *words) in (at or range(steps + 1))) if words else said == []
 
 
@@ -176,7 +178,7 @@ RISEN = {"margin at best": 2.0, "best": 1.0, "distance": 2.0}
 def test_a_failure_shows_beyond_one_threshold_and_is_gone_beyond_the_other(name, place, key, appears, clears):
     step = math.copysign(1e-9, appears - clears)
     for value, shows in ((appears + step, True), (appears, None), (clears, None), (clears - step, False)):
-        watch = Watch(ODD)
+        watch = Watch(ODD, NONSATURATING)
         watch.norms = {f"fast/{NORM}": 0.0, f"slow/{NORM}": 0.0}
         getattr(watch, place)[key] = value
         assert {finding.name: finding.shows for finding in watch._findings()}[name] is shows, value
@@ -203,13 +205,13 @@ def test_a_failure_shows_beyond_one_threshold_and_is_gone_beyond_the_other(name,
     ],
 )
 def test_what_evaluations_show(name, figures, streaks, means, shows):
-    watch = Watch(ODD)
+    watch = Watch(ODD, NONSATURATING)
     watch.figures, watch.streaks, watch.means = dict(figures), streaks, means
     assert {finding.name: finding.shows for finding in watch._findings()}[name] is shows
 
 
 def test_what_the_watch_keeps_of_evaluations():
-    watch = Watch(ODD)
+    watch = Watch(ODD, NONSATURATING)
     watch.means = {"logits/margin": 5.0, "logits/real": 3.0, "logits/fake": 0.5}
     watch.observe(1, evaluation(1.0, 0.8, logits__held_out=1.5))
     first = {"fell": 1.0, "best": 1.0, "margin at best": 5.0, "distance": 1.0}
@@ -230,7 +232,7 @@ def test_what_the_watch_keeps_of_evaluations():
 
 
 def test_messages_name_the_numbers_that_were_judged():
-    watch = Watch(ODD)
+    watch = Watch(ODD, NONSATURATING)
     watch.norms = {f"fast/{NORM}": math.log(50), f"slow/{NORM}": math.log(3)}
     watch.means = {"logits/margin": 7.3, "logits/low_margin": 0.13, "loss/discriminator": 1.21, "ada/p": 0.87}
     watch.figures = RISEN | {"overfit": 0.45, "diversity": 0.12, "best diversity": 0.83, "memorised": 0.07}
@@ -243,7 +245,7 @@ def test_messages_name_the_numbers_that_were_judged():
         **{"collapse": ["12%", "83%"], "ada": ["0.87"], "memorised": ["7%", "1"]},
         **{f"exploding {NORM}": ["50", "3"], f"vanishing {NORM}": ["50", "3"]},
     }
-    watch = Watch(ODD)
+    watch = Watch(ODD, NONSATURATING)
     watch.means["logits/real_sign"] = 0.5
     assert "it calls 75% of the training images real" in next(watch._findings()).message
 
@@ -251,7 +253,7 @@ def test_messages_name_the_numbers_that_were_judged():
 @pytest.mark.parametrize(("factor", "word"), [(100.0, "explodes"), (0.01, "vanishes")])
 @pytest.mark.parametrize("name", ["gradient_norm/generator", "gradient_norm/discriminator", "path_length/mean"])
 def test_norms_that_jump(name, factor, word):
-    watch = Watch(WatchConfig())
+    watch = Watch(WatchConfig(), NONSATURATING)
     usual = {name.replace("/", "__"): HEALTHY[name]}
     assert run(watch, 0, 4000, lambda _: usual) == []
     jumped = {name.replace("/", "__"): HEALTHY[name] * factor}
@@ -259,7 +261,7 @@ def test_norms_that_jump(name, factor, word):
 
 
 def test_a_warning_comes_again_only_after_recovery():
-    watch = Watch(WatchConfig())
+    watch = Watch(WatchConfig(), NONSATURATING)
 
     def margin(value):
         return lambda _: {"logits__real": value, "logits__fake": 0.0, "gradient_norm__generator": 10.0}
@@ -273,7 +275,7 @@ def test_a_warning_comes_again_only_after_recovery():
 
 
 def test_the_means_have_their_half_life_in_images():
-    watch = Watch(WatchConfig(memory=0.25))
+    watch = Watch(WatchConfig(memory=0.25), NONSATURATING)
     watch.observe(1, {"images": 1000, "logits/real": 0.0, "logits/fake": 0.0, NORM: 1.0})
     watch.observe(2, {"images": 1020, "logits/real": 4.0, "logits/fake": 1.0, NORM: math.exp(3.0)})
     keep, fast, slow = (0.5 ** (20 / (memory * 1020)) for memory in (0.25, 0.05, 0.625))
@@ -298,13 +300,13 @@ def worsening(step):
 
 
 def test_a_resumed_watch_says_what_an_unbroken_one_says(tmp_path):
-    straight = run(Watch(WatchConfig()), 0, 6000, failing, worsening)
+    straight = run(Watch(WatchConfig(), NONSATURATING), 0, 6000, failing, worsening)
     assert len(straight) >= 4
     for stop in (600, 1500, 2000, 3300):
-        first = Watch(WatchConfig())
+        first = Watch(WatchConfig(), NONSATURATING)
         said = run(first, 0, stop // EVERY * EVERY, failing, worsening)
         torch.save(first.state_dict(), tmp_path / "state.pt")
-        second = Watch(WatchConfig())
+        second = Watch(WatchConfig(), NONSATURATING)
         second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert second.state_dict() == first.state_dict()
         assert said + run(second, stop // EVERY * EVERY, 6000, failing, worsening) == straight
@@ -312,7 +314,7 @@ def test_a_resumed_watch_says_what_an_unbroken_one_says(tmp_path):
 
 
 def test_values_that_are_not_numbers_are_passed_over_and_switched_off_it_is_silent():
-    watch = Watch(WatchConfig())
+    watch = Watch(WatchConfig(), NONSATURATING)
     run(watch, 0, 1000, None, improving)
     before = watch.state_dict()
     for bad in (math.nan, math.inf, -math.inf):
@@ -322,4 +324,4 @@ def test_values_that_are_not_numbers_are_passed_over_and_switched_off_it_is_sile
     assert watch.state_dict() == before | {"images": 32_001.0}
     assert watch.observe(1002, {"images": 32_100, "gradient_norm/generator": 0.0}) == []
     assert watch.observe(1003, {}) == []
-    assert run(Watch(WatchConfig(on=False)), 0, 3000, failing, worsening) == []
+    assert run(Watch(WatchConfig(on=False), NONSATURATING), 0, 3000, failing, worsening) == []

@@ -217,7 +217,7 @@ def test_a_missing_file_is_no_corrupt_one_and_only_damaged_ones_are_an_error(tmp
     with pytest.raises(UserError, match="no such checkpoint") as error:
         load(tmp_path / "step-00000001.pt")
     assert not isinstance(error.value, CorruptCheckpoint)
-    assert load_latest(tmp_path) is load_latest(tmp_path / "nowhere") is None
+    assert load_latest(tmp_path, pytest.fail) is load_latest(tmp_path / "nowhere", pytest.fail) is None
     for step in (5, 6):
         damage(save(tmp_path, content(step)), keep=0.5)
     warnings: list[str] = []

@@ -70,11 +70,11 @@ def test_gpus_are_counted_among_those_that_a_scheduler_has_allotted(monkeypatch,
         monkeypatch.delenv(name)
     if allotted:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allotted)
-    assert launcher.start_processes("train.py", [], gpus, None) == 200
+    assert launcher.start_processes("train.py", [], gpus, None, resumes=True) == 200
     assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (seen, order)
     if allotted:
         with pytest.raises(UserError, match=r"--gpus 0,9: CUDA_VISIBLE_DEVICES has [23], .*; count them from 0"):
-            launcher.start_processes("train.py", [], "0,9", None)
+            launcher.start_processes("train.py", [], "0,9", None, resumes=True)
 
 
 @pytest.mark.parametrize(("device", "procs", "expected"), [("cuda:1", 2, "cuda:1"), (None, 2, "cpu"), (None, 1, None)])

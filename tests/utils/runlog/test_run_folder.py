@@ -173,7 +173,7 @@ def test_status(tmp_path):
     folder.write_status("running", 3, reason="", exit_code=None)
     assert not is_finished(tmp_path, 3)  # its checkpoint may still be written
     folder.write_status("stopped", 3, reason="", exit_code=None)
-    assert [is_finished(tmp_path, 3), is_finished(tmp_path, 4), is_finished(tmp_path)] == [True, False, False]
+    assert [is_finished(tmp_path, 3), is_finished(tmp_path, 4), is_finished(tmp_path, None)] == [True, False, False]
     folder.write_status("failed", 7, "non-finite gradients", 4)
     status = json.loads((tmp_path / "status.json").read_text())
     expected = {"state": "failed", "step": 7, "reason": "non-finite gradients", "exit_code": 4, "pid": os.getpid()}

@@ -100,9 +100,7 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     return (files[0], files[1]) if len(files) == 2 else None
 
 
-def idx_source(
-    name: str, folder: Path, split: str, classes: list[str] | None = None
-) -> ArraySource:
+def idx_source(name: str, folder: Path, split: str, classes: list[str] | None) -> ArraySource:
     """Open the images [n, H, W] and labels [n] of a split's idx files in `folder` as a source.
 
     If there are no `classes`, or fewer than the labels need, the class names are numbers. Raises
@@ -134,7 +132,7 @@ def open_idx(split: str, root: Path | None) -> ArraySource:
         raise UserError(
             "idx needs --root with the folder of its files, or give that folder as the source"
         )
-    source = idx_source(f"{root.name} {split}", root, split)
+    source = idx_source(f"{root.name} {split}", root, split, None)
     source.splits = tuple(split for split in ("test", "train") if find_idx(root, split))
     return source
 

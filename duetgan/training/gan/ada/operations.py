@@ -42,7 +42,7 @@ class GroupDraws(NamedTuple):
     chance: Tensor
     uniform: Tensor  # [B, u] uniform in [0, 1)
     normal: Tensor  # [B, v] N(0, 1)
-    pixels: Tensor | None = None  # [B, C, H, W] N(0, 1), for the noise
+    pixels: Tensor | None  # [B, C, H, W] N(0, 1), for the noise
 
     def rows(self, rows: slice, dtype: torch.dtype) -> "GroupDraws":
         """Return the draws for the images at `rows`; all but `chance` are converted to `dtype`."""
@@ -166,7 +166,7 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
     return compose(vivid, _turn_about_grey(angle), matrix)
 
 
-def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
+def recolour(images: Tensor, matrix: Tensor, alpha: bool) -> Tensor:
     """Apply colour matrices to every pixel of images [n, C, H, W].
 
     Images [n, 1, H, W] are treated as grey, with homogeneous matrices [n, 4, 4].
@@ -178,7 +178,7 @@ def recolour(images: Tensor, matrix: Tensor, alpha: bool = False) -> Tensor:
     channels = images.shape[1] - alpha
     if alpha:
         shift = (matrix[:, :channels, :-1].sum(2) - 1 - matrix[:, :channels, -1])[:, :, None, None]
-        colours = recolour(images[:, :-1], matrix) + (1 - images[:, -1:]) / 2 * shift
+        colours = recolour(images[:, :-1], matrix, False) + (1 - images[:, -1:]) / 2 * shift
         return torch.cat([colours, images[:, -1:]], dim=1)
     if channels == 1:  # All rows of the matrix have the same sum.
         gain, shift = matrix[:, 0, :3].sum(1), matrix[:, 0, 3]

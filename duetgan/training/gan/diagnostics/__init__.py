@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from duetgan.training.base.monitors import Fields
-from duetgan.training.gan.losses import OBJECTIVES, Objective
+from duetgan.training.gan.losses import Objective
 from duetgan.utils.config.model import (
     AboveOne,
     Config,
@@ -113,9 +113,7 @@ class Watch(Fields):
 
     STATE = ("images", "active", "means", "norms", "figures", "streaks")
 
-    def __init__(
-        self, config: WatchConfig, objective: Objective = OBJECTIVES["nonsaturating"]
-    ) -> None:
+    def __init__(self, config: WatchConfig, objective: Objective) -> None:
         self.config = config
         self.objective = objective
         self.images = 0.0
