@@ -104,14 +104,15 @@ def test_predictions_show_their_progress_and_become_a_table(classifier, photo, t
     class Recorded(Bar):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            bars.append((self, self.disable))  # tqdm sets it at the end
+            bars.append((self, options["desc"], self.disable))  # tqdm sets it at the end
 
     monkeypatch.setattr("duetgan.library.Bar", Recorded)
     PIL.Image.fromarray(photo).save(tmp_path / "a.png")
     images = [tmp_path / "a.png", photo, str(tmp_path / "a.png")]
     answers = classifier.predict(images, progress=True)
     classifier.predict(iter(images))
-    assert [(bar.total, bar.n, is_hidden) for bar, is_hidden in bars] == [(3, 3, False), (None, 0, True)]
+    shown = [(words, bar.total, bar.n, is_hidden) for bar, words, is_hidden in bars]
+    assert shown == [("predicting", 3, 3, False), ("predicting", None, 0, True)]
     frame = answers.to_pandas()
     assert list(frame) == ["file", "label", "probability", *CLASSES]
     assert frame["file"].tolist() == [str(tmp_path / "a.png"), "", str(tmp_path / "a.png")]

@@ -58,7 +58,9 @@ def test_from_the_file_to_what_is_made_of_it(tmp_path, capsys):
     judged += ["--extractor", "pixels,classifier"]
     capsys.readouterr()
     assert run_cli(evaluate.main, [*gan, *judged, "--json"]) == 0
-    assert all(np.isfinite(row["frechet"]) for row in json.loads(capsys.readouterr().out)["distances"])
+    document = json.loads(capsys.readouterr().out)
+    assert all(np.isfinite(row["frechet"]) for row in document["distances"])
+    assert document["size"] == "24x16"
     assert run_cli(evaluate.main, ["--checkpoint", judge, "--data", str(tmp_path / "val.lmdb")]) == 0
     content = torch.load(tmp_path / "gan" / "checkpoints" / "step-00000004.pt", weights_only=True)
     assert content["shape"]["resolution"] == SPEC.resolution

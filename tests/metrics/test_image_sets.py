@@ -197,9 +197,17 @@ def test_results_are_typed_and_a_table(samples, files, monkeypatch):
     assert (row["x"], row["floors"]["x"]) == pytest.approx(means)
 
 
-def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refused):
+def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refused, monkeypatch):
+    hidden: list[bool] = []
+
+    def noted(**named: Any) -> Bar:
+        hidden.append(named["disable"])
+        return Bar(**named | {"disable": True})
+
+    monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", noted)
     arguments = [str(samples["packed"]), files["val_path"], "--extractor", "pixels", "--n", "30"]
     assert run_cli(script.main, [*arguments, "--json"]) == 0
+    assert hidden == [False, False]
     document = json.loads(capsys.readouterr().out)
     assert document == duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=30).document
     for more, origin in (([], "one half of the reference"), (["--training", files["path"]], files["path"])):

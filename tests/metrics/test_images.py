@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,28 @@ def test_without_a_mistake_or_maps_nothing_is_drawn(test_reader, tmp_path, monke
     assert not save_mistakes(test_reader, right, tmp_path / "x.png")
     assert not any(save_evidence(model, test_reader, each, tmp_path / "x.png") for each in (right, wrong))
     assert not (tmp_path / "x.png").exists()
+
+
+def test_evidence_stands_in_four_columns_and_samples_have_the_range_of_the_data_set(tmp_path, monkeypatch):
+    """An image and its heat map for each of two predictions in a row; the judge's pictures of floats from 0 to 4."""
+    values = np.stack([np.full((1, 8, 8), value, np.float32) for value in (0, 4, 2)])
+    pack_arrays(tmp_path / "x.lmdb", values, labels=[0, 1, 2], classes=CLASSES)
+    drawn: dict[str, Any] = {}
+
+    def save(shown: Any, captions: Any, path: Any, **options: Any) -> None:
+        drawn[path.stem] = len(captions), options
+
+    monkeypatch.setattr(images, "save_captioned", save)
+    monkeypatch.setattr(images, "save_rows", lambda shown, path, **options: drawn.update({path.stem: options["spec"]}))
+    monkeypatch.setattr(images, "draw_samples", lambda *_, seed: torch.from_numpy(values))
+    monkeypatch.setattr(images, "image_heat", lambda model, shown, classes: torch.zeros(len(shown), 2, 2))
+    with Dataset(tmp_path / "x.lmdb") as dataset:
+        found, generator = answered([0, 1, 2], [1, 1, 2], [0.6, 0.9, 0.9]), SimpleNamespace(classes=3)
+        probabilities = found.probabilities
+        images.save_samples(generator, dataset, torch.arange(3), probabilities, tmp_path, seed=0)  # type: ignore[arg-type]
+        assert save_evidence(None, dataset, found, tmp_path / "evidence.png")  # type: ignore[arg-type]
+        judged = {f"recognised_{name}": (3, {"spec": dataset.spec}) for name in ("best", "worst")}
+        assert drawn == judged | {"evidence": (6, {"columns": 4}), "samples": dataset.spec, "real": dataset.spec}
 
 
 def test_mistakes_are_drawn_with_the_range_of_the_data_set(tmp_path):

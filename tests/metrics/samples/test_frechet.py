@@ -175,4 +175,14 @@ def test_undefined_classes_are_none_and_do_not_count():
     assert found.value == found.by_class[0] is not None
     assert found.images == 3
     nothing = by_class(samples[:1], [0], real, [0] * 10, 1)
-    assert (nothing.value, nothing.images) == (None, 0)
+    assert (nothing.value, nothing.images, nothing.by_class) == (None, 0, [None])
+
+
+def test_no_interval_is_below_zero(monkeypatch):
+    alone = torch.zeros(10, 16)
+    alone[0] = 1  # one sample differs
+    ratio = diversity_ratio(alone, of_16(10, 2))
+    assert ratio.interval[0] == 0 < ratio.value < ratio.interval[1]
+    monkeypatch.setattr("duetgan.metrics.samples.intra_class.frechet_distance", lambda *_: (0.5, 1.0))
+    within = intra_class_frechet(alone, alone, torch.zeros(10, dtype=torch.int64), 1)
+    assert within.interval == [0, pytest.approx(0.5 + 1.959964)]

@@ -145,3 +145,18 @@ def test_one_far_real_image_hides_no_noise_nor_do_twins():
     real, samples = torch.zeros(20, 4), torch.ones(20, 4)
     assert figures(samples, real) == (0.0, 0.0)
     assert figures(real, real)[0] == 1.0
+
+
+def test_intervals_end_at_what_is_possible():
+    draw = torch.Generator().manual_seed(3)
+    real, alike, crowd, far = (torch.randn(60, 2, generator=draw) for _ in range(4))
+    sparse = torch.cat([real[:1], 100 + far[1:]])  # one sample is real
+    few, near = neighbourhoods(sparse, real), neighbourhoods(alike, real)
+    for figure in (precision, coverage, clipped_density):
+        ends = [figure(each).interval or pytest.fail("no interval") for each in (few, near)]
+        assert ends[0][0] == 0 < ends[0][1] < 0.6
+    assert ends[1][0] < clipped_density(near).value < ends[1][1] == 1
+    dense = density(neighbourhoods(0.01 * crowd, real))  # more often near to real images than these are
+    low, high = dense.interval or pytest.fail("no interval")
+    assert dense.value > 1
+    assert low < dense.value < high

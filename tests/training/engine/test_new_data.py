@@ -101,6 +101,7 @@ def test_resumed_equals_straight_and_says_from_which_step_on_which_images(begun,
     small = ["--n=20", "--extractor=pixels"] if content["task"] == "gan" else []
     assert run_cli(evaluate.main, ["--checkpoint", str(straight), *small]) == 0
     assert line in capsys.readouterr().err.splitlines()
+    assert json.loads((straight / "eval" / "metrics.json").read_text())["history"] == line
     file = tmp_path / "x.safetensors"
     arguments = ["--format=safetensors", f"--out={file}", "--n=4"]
     assert run_cli(export.main, ["--checkpoint", str(straight), *arguments]) == 0
