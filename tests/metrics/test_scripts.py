@@ -25,6 +25,7 @@ from duetgan.metrics.features.extractors import fingerprint
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.runlog.progress import Bar
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 
 
@@ -90,14 +91,22 @@ class TestEvaluate:
         assert f"Weak classifier: {found['notes']['recognised']}" in printed
         assert "classifier" not in printed.partition("extractor")[2].partition("Weak classifier")[0]
 
-    def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
-        """U12."""
+    def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys, monkeypatch):
+        """U12. A bar is shown for each pass over images."""
+        shown: list[Any] = []
+
+        def noted(**named: Any) -> Bar:
+            shown.append((named["desc"], named["disable"]))
+            return Bar(**named | {"disable": True})
+
+        monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", noted)
         found = evaluated(runs["classifier"], tmp_path, "--data", files["path"])
         assert "90 of 90 test images are training images" in found["notes"]["leaks"]
         assert "too good" in capsys.readouterr().out
         options = ["--data", files["path"], "--extractor", "pixels", "--n", "20", "--searched", "0"]
         notes = evaluated(runs["gan"], tmp_path / "gan", *options)["notes"]
         assert "90 of 90 test images are training images" in notes["leaks"]
+        assert shown == [(words, False) for words in ("images", "real test images", "samples")]
         low, high = found["accuracy_interval"]
         assert low <= found["accuracy"] <= high
 

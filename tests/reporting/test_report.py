@@ -407,7 +407,7 @@ def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
 
 
 def test_a_run_has_its_task_its_sample_grids_and_its_evaluations_images_in_order(tmp_path):
-    for config, task in (("task: gan", "gan"), ("task: classifier", "classifier"), ("\t: [", "")):
+    for config, task in (("task: gan", "gan"), ("steps: 3\ntask: classifier\n", "classifier"), ("\t: [", "")):
         write(tmp_path / "config.yaml", config)
         assert Run(tmp_path).task == task
     for name in ("step-00000010.png", "step-00000002.png", "step-x.png", "other.png"):

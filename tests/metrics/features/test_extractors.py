@@ -23,6 +23,8 @@ from duetgan.metrics.features.precision import evaluating, full_float32
 from duetgan.models.backbones.base import MEAN, STD
 from duetgan.models.backbones.torchvision import RESNET
 from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.weights import file_hash
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
 from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.seeding import forked
@@ -199,6 +201,8 @@ def reference(state, images, side, *, he_strides):
 def test_features_follow_the_protocol(he_file, state, images):
     extractor = resnet50_features(he_file)
     assert (extractor.name, extractor.dim) == ("resnet50", 2048)
+    digest = file_hash(he_file)
+    assert (extractor.source, extractor.lineage) == (f"he.safetensors {digest}", Lineage.of(pretrained=[digest]))
     features = extractor(images)
     assert features.dtype == torch.float32
     torch.testing.assert_close(features, reference(state, images, 64, he_strides=True), rtol=1e-3, atol=1e-4)
