@@ -136,12 +136,14 @@ def generator_from(
     return StageGenerator(model).eval()
 
 
-def discriminator_from(checkpoint: Checkpoint) -> ImageDiscriminator:
+def discriminator_from(
+    checkpoint: Checkpoint, device: torch.device | str = "cpu"
+) -> ImageDiscriminator:
     """Return the discriminator of a GAN's checkpoint in evaluation mode.
 
     Raises UserError for a checkpoint that is not of a GAN, or an unknown architecture.
     """
-    return _restored(checkpoint, "discriminator", "discriminator", "cpu", several=True)
+    return _restored(checkpoint, "discriminator", "discriminator", device, several=True)
 
 
 def classifier_from(

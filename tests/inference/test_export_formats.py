@@ -218,7 +218,8 @@ def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_sco
         assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == sizes
     checkpoint = load(resolve(runs["classifier"]))
     with Dataset(pack(tmp_path / "one.lmdb", count=1)) as reader:
-        assert classifier_subject(checkpoint, reader, count=10, batch_size=4).labels.tolist() == [0]
+        subject = classifier_subject(checkpoint, reader, count=10, batch_size=4, calibration=None, calibrated=0)
+        assert subject.labels.tolist() == [0]
         message = "one.lmdb: too few images to check an export with; give another file with --data"
         assert_raises(UserError, message, classifier_subject, checkpoint, reader, calibration=reader, **how)
     with (
