@@ -89,6 +89,8 @@ def test_the_weight_is_divided_by_its_largest_singular_value(size):
 
 
 def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
+    embedding = networks(classes=1000)[0].embed.weight  # beside z, with its variance
+    assert embedding.std().item() == pytest.approx(1, rel=0.05)
     discriminator = networks()[1]
     layers = layers_of(discriminator)
     assert [largest(layer) for layer in layers] == pytest.approx([1.0] * 7, abs=1e-5)

@@ -168,13 +168,15 @@ def test_files_of_other_things(content, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
-def test_damaged_and_missing_files(name, file, tmp_path):
+def test_damaged_and_missing_files(name, file, tmp_path, monkeypatch):
     (tmp_path / name).write_bytes(file.read_bytes()[:5000])
     for given, told in (
         (name, r"x\.\w+ (is damaged|cannot be read) .*; fetch the file again, or give another with --m"),
         ("dono.pth", r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"),
     ):
         assert_raises(UserError, told, loaded, tmp_path / given)
+    monkeypatch.chdir(tmp_path)  # neither a file nor a name of published weights
+    assert_raises(UserError, r"did you mean 'donor\.pth'\?\); resnet18 has IMAGENET1K_V1", loaded, "donor.pt_")
 
 
 def own_checkpoint(folder, **config):
