@@ -64,6 +64,14 @@ def test_a_pupil_has_seen_what_its_teacher_has_and_judges_nothing_that_this_taug
     assert pupil.may_not_judge(Lineage.of(teachers=["another"]), "own", set()) == ""
 
 
+def test_a_head_begins_with_the_rows_of_the_same_classes(files):
+    config = config_of(files, "other", teacher=None)
+    config = config.changed(model=config.model.changed(weights=str(files / "teacher")))
+    own = ClassifierTask(config, open_training(config.data), None, CPU).model.head
+    donor = classifier_from(load(resolve(str(files / "teacher")))).head
+    assert [torch.equal(*rows) for rows in zip(own.weight, donor.weight, strict=True)] == [True, True, False]
+
+
 def test_a_teacher_answers_in_the_runs_precision_and_weights_keep_their_own_lineage(files):
     config = config_of(files).changed(precision="bf16")
     task, precise = ClassifierTask(config, open_training(config.data), None, CPU), []

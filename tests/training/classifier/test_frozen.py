@@ -261,7 +261,11 @@ def test_one_process_shows_a_bar_of_all_images(packed, monkeypatch, is_main):
     monkeypatch.setattr(frozen, "Bar", Bar)
     monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: is_main)
     task.source(0)
-    assert shown == [{"total": 200, "desc": "frozen stages of", "unit": "image", "disable": not is_main}]
+    task.frozen.features(None)
+    assert shown == [
+        {"total": 200, "desc": "frozen stages of", "unit": "image", "disable": not is_main},
+        {"total": 200, "desc": "features of", "unit": "image", "disable": False},
+    ]
 
 
 def test_a_network_that_draws_or_looks_at_the_batch_has_no_border(packed):

@@ -69,7 +69,11 @@ def test_gradients_of_certain_predictions_are_finite(kind, power):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"kind": "focal", "logit_adjustment": 1.0}, "logit_adjustment is for one class an image by a softmax"),
+        *(
+            ({"kind": kind, "logit_adjustment": 1.0}, "logit_adjustment is for one class an image by a softmax")
+            for kind in CLASSIFIER_LOSSES
+            if kind != "cross-entropy"
+        ),
         ({"kind": "binary-focal", "teacher": "a run"}, "teacher is for one class an image"),
         ({"kind": "focl"}, r"did you mean 'focal'\?"),
     ],

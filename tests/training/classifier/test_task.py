@@ -5,6 +5,7 @@ import sys
 from copy import deepcopy
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, patch
 
@@ -95,12 +96,23 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_the_first_weights_are_those_of_the_seed_and_lie_in_memory_as_the_images(packed, seed):
-    task = task_of(packed, seed=seed, channels_last=seed == 4)
+    task = task_of(packed, seed=seed, channels_last=seed == 4, augment={})
     with forked(seed, "init", "classifier"):
         expected = Classifier(task.config.model, channels=1, classes=10, resolution=16)
     assert differing(task.model.state_dict(), expected.state_dict()) == []
     weight = task.model.network.layer1[0].conv1.weight
     assert weight.is_contiguous(memory_format=torch.channels_last) == task.config.channels_last
+    orders: list[bool] = []
+
+    def to_float(images: torch.Tensor, channels_last: bool = False) -> torch.Tensor:
+        orders.append(channels_last)
+        return images.float()
+
+    batch = read_batch(task.dataset, np.arange(48))
+    for deep in (False, True):
+        task.inputs.spec = SimpleNamespace(deep=deep, to_float=to_float)
+        list(task.inputs.micro_batches(task.samples(batch, 0)))
+    assert orders == [task.config.channels_last] * 2
 
 
 @pytest.mark.parametrize(

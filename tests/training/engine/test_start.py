@@ -1,9 +1,23 @@
-"""What a start imports: each of these packages would cost every command its time."""
+"""What a start imports: each of these packages would cost every command its time. And what it hands on."""
 
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from duetgan.training.engine import run
+from duetgan.training.engine.lr_find import Sweep
+from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.config.yaml_files import read_yaml
+from duetgan.utils.distributed import collectives
+from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import write_config
 
 
 def imported(code: str) -> set[str]:
@@ -18,6 +32,69 @@ def test_help_and_training_import_only_what_they_use():
     heavy = {"torchvision", "scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
     heavy.add("sympy")  # which torch.compile brings along
     assert not heavy & imported("import duetgan.training.engine.run")
+
+
+@pytest.mark.parametrize("split", ["off", "auto"])
+def test_a_process_starts_with_the_devices_and_the_timeout_of_its_config(packed, tmp_path, monkeypatch, split):
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    overrides = ["--model.split", split, "--distributed.start_timeout", "77"]
+    calls: list[Any] = []
+
+    def choose_device(*arguments: Any, **options: Any) -> torch.device:
+        calls.append((arguments, options))
+        return torch.device("meta")
+
+    monkeypatch.setattr(collectives, "choose_device", choose_device)
+    monkeypatch.setattr(collectives, "start", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # it is put back
+    assert run._start_process(build_run_config(read_yaml(recipe), overrides, "x"), "cuda:1") == torch.device("meta")
+    several = {"several": split == "auto"}
+    assert calls == [(("cuda:1",), several), ((torch.device("meta"), 77.0), several)]
+
+
+def test_a_start_hands_its_options_on(packed, tmp_path, monkeypatch):
+    """Other ranks are not waited for if an error is of this rank alone."""
+    recipe, device = write_config(tmp_path / "recipe.yaml", "classifier", packed), torch.device("cpu")
+    loop = SimpleNamespace(step=3, manager=SimpleNamespace(images=SimpleNamespace()))
+    calls: dict[str, Any] = {}
+    error: Exception | None = None
+
+    def prepare(_config: Any, folder: RunFolder, *arguments: Any, **options: Any) -> Any:
+        calls["prepare"] = (folder.path, *arguments, options)
+        if error is not None:
+            raise error
+        return loop
+
+    def observe(owner: Any, name: str, code: int) -> None:
+        def call(*arguments: Any, **options: Any) -> int:
+            calls[name] = (*arguments, options) if options else arguments
+            return code
+
+        monkeypatch.setattr(owner, name, call)
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    for code, name in enumerate(("_print_plan", "_find_rate", "_run")):
+        observe(run, name, code)
+    observe(collectives, "stop", 0)
+    start = partial(run.train, str(recipe), run_dir=str(tmp_path / "run"), device="cpu")
+    rates = {"steps": 12, "last": 0.5}
+    for overrides, options, code, expected in (
+        (["--model.weights=null"], {"dry_run": "", "layers": True}, 0, {"_print_plan": (loop, True, "")}),
+        (["--steps=9"], {"sweep": rates, "new_data": True}, 1, {"_find_rate": (loop, Sweep(**rates))}),  # type: ignore[arg-type]
+        ([], {"max_steps": 4, "profile_steps": 2}, 2, {"_run": (loop, 4, 2)}),
+    ):
+        calls.clear()
+        assert start(overrides, **options) == code
+        weights = {"optional_weights": overrides != ["--model.weights=null"]}
+        prepared = {"prepare": (tmp_path / "run", device, weights)}
+        assert calls == expected | prepared | {"stop": ({"lost": False},)}
+        assert loop.manager.images.new_data == ("new_data" in options)
+    of_all = UserError("of rank 1")
+    of_all.of_rank = 1
+    for error, is_lost in ((UserError("own"), True), (of_all, False), (StoppedBySignal("a signal"), False)):
+        with pytest.raises(type(error)):
+            start([])
+        assert calls["stop"] == ({"lost": is_lost},)
 
 
 def test_gpus_are_chosen_before_torch_is_imported(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def test_n10_epochs_need_batches_of_one_size(recipe, epoch):
 
 @pytest.mark.parametrize("text", ["90 ep", "ep", "-1ep", "x1ep", "1e9ep", "1epoch", "1.ep", "9999999999ep"])
 def test_what_is_no_length_is_refused(recipe, text):
-    with pytest.raises(UserError, match=f"steps '{text}': must be a valid integer"):
+    with pytest.raises(UserError, match=f"^recipe: steps '{text}': must be a valid integer"):
         build_run_config(read_yaml(recipe) | {"steps": text}, [], "recipe")
 
 
