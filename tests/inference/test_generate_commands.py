@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file, safe_open
 
 from duetgan.commands import generate
+from duetgan.inference import projection
 from duetgan.inference.export.weights import write_weights
 from duetgan.inference.projection import Projector
 from duetgan.models.restore import fingerprint
@@ -125,12 +126,21 @@ def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypat
     assert calls[1][2] is calls[0][3]
 
 
-def test_projection_in_detail(runs, sample_image, tmp_path, generator, capsys):
+def test_projection_in_detail(runs, sample_image, tmp_path, generator, capsys, monkeypatch):
     """The saved w is what was drawn; noise is saved where it was searched for; a class is where it starts."""
     out, latents = tmp_path / "x.png", tmp_path / "x.safetensors"
     options = ["--features", "pixels", "--steps", 5, "--noise-mode", "optimise", "--classes", "grey"]
     base = ["project", "--checkpoint", runs["grey"], "--image", sample_image, "--out", out, *options]
-    assert call(*base, "--save", latents) == 0
+    drawn_heads = []
+    plain = projection.save_table
+
+    def watched(rows, path, *, row_heads, column_heads, cell):
+        drawn_heads.append((row_heads, column_heads))
+        plain(rows, path, row_heads=row_heads, column_heads=column_heads, cell=cell)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(projection, "save_table", watched)
+        assert call(*base, "--save", latents) == 0
     assert "start (grey): rmse " in capsys.readouterr().out
     tensors = load_file(latents)
     noise = [tensors[f"w+.noise.{layer}"] for layer in range(3)]
@@ -139,7 +149,8 @@ def test_projection_in_detail(runs, sample_image, tmp_path, generator, capsys):
     np.testing.assert_array_equal(pixels(out)[-4 - 192 : -4 : 24, -4 - 192 : -4 : 24], drawn)
     with safe_open(latents, "pt") as file:
         entry = json.loads(file.metadata()["projection"])
-    assert entry.pop("rmse").keys() == {"w", "w+"}
+    rmse = entry.pop("rmse")
+    assert drawn_heads == [([""], ["target", *(f"{space}\nrmse {rmse[space]:.3f}" for space in ("w", "w+"))])]
     network = fingerprint(generator)
     assert entry == {"class": "grey", "noise": "optimise", "seed": 0, "steps": 5, "network": network}
     first = latents.read_bytes()

@@ -151,12 +151,15 @@ def test_single_images_say_what_they_are(generator, tmp_path, monkeypatch):
 
 def test_how_many_are_shown_and_which_generators_have_no_w(generator, table):
     assert draw_truncation(sampler_of(generator), CLASSES, NOWHERE, psis=[1.0], count=None) == 8
+    assert table["spec"] == generator.spec
     many = styled(classes=20)
     names = [str(label) for label in range(20)]
     assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0], count=None) == 16
     assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0], count=None) == "8 x 8"
     assert table["column_heads"][:2] == ["", "B 0\nseed 1"]
-    draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
+    colours = styled(classes=0, channels=3)
+    draw_mix(sampler_of(colours), [], NOWHERE, layers=[0], count=2)
+    assert (table["spec"], table["margin"]) == (colours.spec, 3 * tables.PADDING)
     assert table["row_heads"] == ["", "A seed 0", "A seed 2"]
     assert table["column_heads"] == ["", "B seed 1", "B seed 3"]
 

@@ -43,6 +43,7 @@ def test_what_a_refused_start_has_made_is_gone_and_nothing_else(tmp_path):
     run.save_config({"task": "gan"}, data=None)
     run.close()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "config.yaml"}
+    assert not (tmp_path / "run" / ".lock").stat().st_mode & 0o111  # no program
 
 
 def test_another_runs_folder_is_refused_before_torch_is_imported(tmp_path, monkeypatch, capsys):
