@@ -64,8 +64,11 @@ def test_sides_are_those_of_a_slow_count(steps, full, scale, delay, last):
     assert expected[-1] == full
     assert len(set(expected)) <= 8  # as often torch.compile compiles a function
     own = SimpleNamespace(input_size=None)
-    model: Any = SimpleNamespace(config=own, spec=ImageSpec(3, full, full), side=None, check_side=lambda *_: None)
+    sizes: list[tuple[int, str]] = []
+    model: Any = SimpleNamespace(config=own, spec=ImageSpec(3, full, full), side=None)
+    model.check_side = lambda *side_and_remedy: sizes.append(side_and_remedy)
     resizing = Resizing(config, model, steps)
+    assert sizes == [(expected[0], "raise resizing.initial_scale, or leave it out")] * resizing.on
     seen = []
     for step in range(steps):
         changed = resizing.at(step)

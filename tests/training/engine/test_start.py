@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from duetgan.training.engine.lr_find import Sweep
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import StoppedBySignal, UserError
+from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
@@ -95,6 +98,60 @@ def test_a_start_hands_its_options_on(packed, tmp_path, monkeypatch):
         with pytest.raises(type(error)):
             start([])
         assert calls["stop"] == ({"lost": is_lost},)
+
+
+@pytest.mark.parametrize(
+    ("error", "last", "left", "is_reported"),
+    [
+        (None, ("stopped", "max_steps", 0), (None, False), True),
+        (ValueError("x\ny"), ("failed", "ValueError: x", 1), ("ValueError: x", False), False),
+        (TrainingHalted("x"), ("failed", "x", 4), ("TrainingHalted: x", False), True),
+        (TrainingHalted("x", rank_specific=True), ("failed", "x", 4), ("TrainingHalted: x", False), False),
+        (ConnectionError("x"), ("running",), ("ConnectionError: x", True), False),
+        (StoppedBySignal("x"), ("running",), (None, False), True),
+    ],
+)
+def test_how_a_run_ends(monkeypatch, tmp_path, error, last, left, is_reported):
+    """In the status, in the heartbeat that the other ranks read, and in the report."""
+    statuses: list[tuple[Any, ...]] = []
+    reports: list[Path] = []
+    heartbeat = MagicMock()
+    monkeypatch.setattr(run, "_resume", lambda *_: None)
+    monkeypatch.setattr(run, "_report", reports.append)
+    monkeypatch.setattr(run, "_start_heartbeat", lambda _folder: heartbeat)
+    monkeypatch.setattr(run, "to_tree", lambda config: f"tree of {config}")
+    monkeypatch.setattr(run.data, "facts", lambda *datasets: {"of": datasets})
+    monkeypatch.setattr(run.health, "explaining", nullcontext)
+    monkeypatch.setattr(collectives, "is_peer_error", lambda error: isinstance(error, ConnectionError))
+    status = SimpleNamespace(write=lambda _loop, *words: statuses.append(words))
+    monkeypatch.setattr(run, "StatusFile", lambda _folder: status)
+    folder = SimpleNamespace(path=tmp_path, save_config=MagicMock())
+    periods = [SimpleNamespace(step=step, path=f"images of step {step}") for step in (0, 7)]
+    trained: list[int | None] = []
+
+    def train(max_steps: int | None) -> None:
+        trained.append(max_steps)
+        if error is not None:
+            raise error
+
+    loop: Any = SimpleNamespace(
+        folder=folder,
+        config=SimpleNamespace(steps=9),
+        loader=SimpleNamespace(dataset="training"),
+        task=SimpleNamespace(val_dataset="held-out"),
+        manager=SimpleNamespace(images=SimpleNamespace(periods=periods)),
+        callbacks=[],
+        run=train,
+        step=3,
+        finished=False,
+    )
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        assert run._run(loop, 3, None) == 0
+    assert (trained, statuses[0], statuses[-1]) == ([3], ("running",), last)
+    heartbeat.stop.assert_called_once_with(left[0], lost_peer=left[1])
+    assert reports == [tmp_path] * is_reported
+    facts = {"of": ("training", "held-out"), "history": {f"step {step}": f"images of step {step}" for step in (0, 7)}}
+    folder.save_config.assert_called_once_with(f"tree of {loop.config}", facts)
 
 
 def test_gpus_are_chosen_before_torch_is_imported(tmp_path, monkeypatch):
