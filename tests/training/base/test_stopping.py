@@ -7,7 +7,7 @@ import torch
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.training.base.data import make_loader
-from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig
+from duetgan.training.base.monitors import EarlyStopping, EarlyStoppingConfig, MetricWindow
 from duetgan.training.base.task import Task
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.checkpoints import CheckpointManager
@@ -46,6 +46,25 @@ def test_when_it_stops(figures, config, stops, best):
     assert watch(figures, **config) == (stops, best)
     found, other = watch([-figure for figure in figures], lower=True, **config)
     assert (found, other.lstrip("-")) == (stops, best)
+
+
+def test_a_window_of_metrics_goes_on_where_it_was_saved():
+    def added(window, values):
+        for value in values:
+            window.add({"loss/x": torch.tensor(value), "nonfinite_updates/x": torch.tensor(float(value > 4))})
+        return window
+
+    saved = added(MetricWindow("loss/x"), [1.0, 5.0])
+    saved.fold()
+    other = added(MetricWindow("loss/x"), [7.0])
+    other.fold()
+    added(other, [8.0]).load_state_dict(saved.state_dict())  # what it has seen since is dropped
+    windows = [added(window, [2.0, 6.0]).take() for window in (saved, other)]
+    assert [window.values for window in windows] == [[1.0, 5.0, 2.0, 6.0]] * 2
+    assert windows[0].state_dict() == windows[1].state_dict()
+    assert windows[1].means() == {"loss/x": 3.5}
+    assert (saved.failed, other.failed) == ([False, True, False, True], [False, True])
+    assert other.values == []
 
 
 def test_it_needs_images_to_evaluate_with(packed):

@@ -196,6 +196,16 @@ def test_images_and_weights_lie_in_memory_as_the_config_says(tmp_path, channels_
     assert all(tensor.is_contiguous(memory_format=layout) for tensor in (*wide, real.images))
 
 
+def test_logits_are_computed_in_whole_groups(folder, monkeypatch):  # noqa: F811
+    """Of 32 images 30 are shown, in chunks of 15 instead of 16."""
+    monkeypatch.setattr("duetgan.metrics.features.extractors.LARGEST_CHUNK", 16)
+    run = Run(folder, GAN, batch_size=12, discriminator=GAN["discriminator"] | {"minibatch_std_group": 3})
+    task, sizes = run.task, []
+    task.discriminator.from_rgb.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    task.evaluation.mean_logits(task.ema.model, task.discriminator, task.dataset)
+    assert sizes == [15] * 6  # held-out images, training images and samples
+
+
 @pytest.mark.parametrize(("labels", "rows", "columns"), [(0, 8, 8), (3, 3, 10), (23, 20, 10)])
 def test_a_grid_has_a_row_of_samples_for_each_label(labels, rows, columns, monkeypatch):
     shown: dict[str, Any] = {}

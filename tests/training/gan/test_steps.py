@@ -184,7 +184,7 @@ def test_steps_leave_no_tensors_behind(folder, tree):
     assert run.task.context.ada.p.grad_fn is None
 
 
-def test_a_growing_generator_is_shown_as_its_stage_has_it(folder, capsys):
+def test_a_growing_generator_is_shown_as_its_stage_has_it(folder, capsys, monkeypatch):
     run = Run(folder, GAN, progressive={"start": 8, "fade_kimg": 0.016, "stable_kimg": 0.016})
     run.step()
     assert capsys.readouterr().err == ""
@@ -199,6 +199,8 @@ def test_a_growing_generator_is_shown_as_its_stage_has_it(folder, capsys):
     assert capsys.readouterr().err.splitlines() == [run.task.stages.row(run.task.stages.all[1])]
     assert run.task.average_generator() is run.task.ema.model
     assert run.task.provenance()["stage"] == [16, 1.0]
+    monkeypatch.setattr(run.task.evaluation, "sample_grid", lambda generator: generator)
+    assert run.task.sample_grid(6) is run.task.ema.model
 
 
 def test_what_does_not_go_together_is_refused():
