@@ -7,10 +7,18 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.growing import GrowingGenerator, StageGenerator
 from duetgan.models.r3gan import R3Generator, R3GeneratorConfig
 from duetgan.models.registry import ARCHITECTURES, architecture_of
-from duetgan.models.restore import classifier_from, discriminator_from, generator_from
+from duetgan.models.restore import (
+    classifier_from,
+    discriminator_from,
+    fingerprint,
+    generator_from,
+    inherited_lineage,
+)
 from duetgan.models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.models.helpers import draw
 
 SIZES: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
@@ -67,6 +75,11 @@ def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():
     assert ModelConfig.model_validate({"split": {"layer3": 1}}).split == "auto"  # a checkpoint of an older version
     with pytest.raises(UserError, match=r"checkpoint's generator: unknown key 'z_dims' \(did you mean 'z_dim'\?\)"):
         generator_from(gan_content({"generator_ema": {}}, config=SIZES | {"z_dims": 4}))
+    content |= {"task": "classifier", "config": {"model": {"stems": "small"}}}
+    assert_raises(UserError, "checkpoint's model: unknown key 'stems'", classifier_from, content)
+    average.add_thresholds()  # several labels an image: it teaches like any other
+    content |= {"config": {"model": {"stem": "small-stride2"}}, "state": {"model_ema": average.state_dict()}}
+    assert inherited_lineage(content) == Lineage.of(teachers=[fingerprint(average)])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

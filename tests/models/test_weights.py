@@ -21,6 +21,7 @@ from duetgan.inference.export.weights import write_weights
 from duetgan.models import weights as module
 from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
+from duetgan.models.by_class import describe_match
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.weights import (
     TIMEOUT,
@@ -224,6 +225,11 @@ def test_rows_of_a_head_follow_the_names_of_their_classes(tmp_path, kind, head, 
             assert torch.equal(model.head.state_dict()[last + part][place], source[last + part][row])
     if head == "hidden":
         assert torch.equal(model.head[0].weight, average.head[0].weight)
+
+
+def test_at_most_six_classes_of_each_kind_are_named():
+    listed = "a, b, c, d, e, f and 1 more; dropped: h, i, j, k, l, m and 2 more"
+    assert describe_match("abcdefg", "hijklmnoabcdefg") == f"all 7 classes taken by name: {listed}"
 
 
 @pytest.mark.parametrize(
