@@ -1,6 +1,7 @@
 """generate.py through its command line, on untrained runs; its options: tests/options."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, safe_open
 
-from duetgan.commands import generate
+from duetgan.commands import generate, predict
 from duetgan.inference import projection
 from duetgan.inference.export.weights import write_weights
 from duetgan.inference.projection import Projector
+from duetgan.inference.samples import draw_style_tables
 from duetgan.models.restore import fingerprint
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
@@ -86,6 +88,28 @@ def test_a_file_of_weights_draws_what_its_run_does(runs, tmp_path):
     for out, checkpoint in (("a.png", runs["grey"]), ("b.png", tmp_path / "w.safetensors")):
         assert call("mix", "--checkpoint", checkpoint, "--out", tmp_path / out, "--n", 2) == 0
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_networks_are_loaded_onto_the_device_that_is_chosen(runs, tmp_path, monkeypatch):
+    """On the CPU they would be right, and slow."""
+    device = torch.device("cuda", 3)
+
+    def stop(checkpoint, device=None, **_):
+        raise KeyboardInterrupt(device)
+
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.choose_device", lambda requested: device)
+    monkeypatch.setattr("duetgan.models.restore.generator_from", stop)
+    monkeypatch.setattr("duetgan.models.restore.classifier_from", stop)
+    monkeypatch.setattr("duetgan.inference.samples.generator_from", stop)
+    out = ["--out", str(tmp_path / "x.png")]
+    for start in (
+        partial(generate.main, ["grid", "--checkpoint", str(runs["grey"]), *out]),
+        partial(predict.main, ["--checkpoint", str(runs["classifier"]), str(tmp_path)]),
+        partial(draw_style_tables, {}, tmp_path, seed=0, device=device, mean="class"),
+    ):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            start()
+        assert caught.value.args == (device,)
 
 
 @pytest.mark.parametrize("space", ["w", "w+", "both"])
@@ -232,7 +256,8 @@ def test_progress_comes_to_its_end(runs, tmp_path, monkeypatch):
     seen, close = {}, Bar.close
 
     def closed(bar):
-        seen[bar.desc.removesuffix(": ")] = bar.total, bar.n
+        if not bar.disable:
+            seen[bar.desc.removesuffix(": ")] = bar.total, bar.n
         close(bar)
 
     monkeypatch.setattr(Bar, "close", closed)
@@ -243,6 +268,11 @@ def test_progress_comes_to_its_end(runs, tmp_path, monkeypatch):
     search = ["--image", tmp_path / "p.png", "--features", "pixels", "--steps", 3]
     assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "x.png", *search) == 0
     assert seen == {"frames": (4, 4), "samples": (5, 5), "projecting": (6, 6)}
+    named = ["--checkpoint", str(runs["classifier"]), *[str(tmp_path / "p.png")] * 3]
+    assert run_cli(predict.main, named) == 0  # what is printed as it comes shows how far it is
+    assert "predicting" not in seen
+    assert run_cli(predict.main, [*named, "--csv", str(tmp_path / "p.csv"), "--batch-size", "2"]) == 0
+    assert seen["predicting"] == (3, 3)
 
 
 def test_a_projection_without_weights_compares_pixels_and_says_so(runs, sample_image, tmp_path, capsys, no_weights):
