@@ -146,7 +146,7 @@ def test_images_with_new_labels_keep_their_pixels_and_their_origin(generator, ch
     pack(real, count=9, resize_filter="centre-crop+lanczos")
     for path, seed, encoding in ((drawn, 5, "png"), (more, 6, "raw")):
         written(sampler_of(generator, seed=seed), checkpoint, path, count=6, encoding=encoding)
-    for names, encoding, resize_filter, seed in (
+    for names, encoding, resize_filter, first_seed in (
         ((real, drawn, more), "raw", "centre-crop+lanczos", 5),
         ((drawn, real), "png", "zero-pad", 5),
         ((more, drawn), "raw", "zero-pad", 6),
@@ -157,7 +157,7 @@ def test_images_with_new_labels_keep_their_pixels_and_their_origin(generator, ch
         out = tmp_path / "out.lmdb"
         meta = write_labelled(out, parts, ["x", "y", "z"], source="labelled by hand", overwrite=True)
         assert (meta.encoding, meta.resize_filter, meta.source) == (encoding, resize_filter, "labelled by hand")
-        assert (meta.passport or {}).get("seed") == seed
+        assert (meta.passport or {}).get("seed") == first_seed
         with Dataset(out) as reader:
             images, labels = reader.read(range(2 * len(parts)))
             assert (reader.classes, labels.tolist()) == (["x", "y", "z"], [0, 2, 1, 2, 0, 2][: len(images)])

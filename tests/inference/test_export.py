@@ -254,7 +254,7 @@ SEVERAL = "; labels: float32 [N, classes], 1 for each label that the image has, 
 )
 def test_an_interface_names_inputs_and_outputs(task, more, expected):
     shape = {"channels": 1, "classes": 2, "resolution": 8}
-    state = {"model_ema": {}, "generator_ema": {}}
+    state: dict[str, Any] = {"model_ema": {}, "generator_ema": {}}
     content = {"task": task, "classes": ["b", "a"], "config": {"data": {}}, "shape": shape, "state": state} | more
     found = interface(content)
     assert found | {"classes": '["b", "a"]'} | expected == found

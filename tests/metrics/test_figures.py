@@ -70,7 +70,7 @@ def test_a_row_is_all_that_a_new_figure_needs(task, runs, tmp_path, capsys):
 def test_a_row_is_followed_in_training_if_it_says_so(task, runs, test_reader):
     if task == "classifier":
         model = classifier_from(load(resolve(runs[task])))
-        document = evaluated(model, test_reader, details=False)
+        document = evaluated(model, test_reader, batch_size=256, details=False)
         assert history(evaluate_classifier.CLASSIFIER, document).keys() == {"accuracy", "nll", "ece", "mean_confidence"}
 
 

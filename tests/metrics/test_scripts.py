@@ -371,8 +371,9 @@ class TestPredict:
 
         checkpoint = load(resolve(runs["classifier"]))
         inputs = [Input("a", broken)] * 9
+        how: dict[str, Any] = {"resize": None, "top": 1, "maps": None, "fast": None}
         with pytest.raises(MemoryError):
-            next(predict_inputs(classifier_from(checkpoint), checkpoint, inputs, resize=None, top=1, batch_size=4))
+            next(predict_inputs(classifier_from(checkpoint), checkpoint, inputs, **how, batch_size=4))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode")]
 
     def test_images_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):

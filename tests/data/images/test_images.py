@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import numpy as np
@@ -173,11 +174,12 @@ def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size():
 
 def test_thumbnails_repeat_the_pixels_of_small_images_and_jpegs_keep_all_colours():
     small = thumbnail(GRADIENT[:5, :4, :1], 8)
-    assert (small.shape, small.dtype) == ((3, 8, 8), np.uint8)
+    assert small.shape == (3, 8, 8)
+    assert small.dtype == np.uint8
     np.testing.assert_array_equal(small, GRADIENT[:4, :4, 0].repeat(2, 0).repeat(2, 1)[None].repeat(3, 0))
     assert thumbnail(GRADIENT, 8).shape == (3, 8, 8)
-    expected = Image.open(io.BytesIO(as_file(Image.fromarray(GRADIENT), "JPEG", quality=95, subsampling=0)))
-    found = Image.open(io.BytesIO(encode(GRADIENT, "jpeg")))
+    expected: Any = Image.open(io.BytesIO(as_file(Image.fromarray(GRADIENT), "JPEG", quality=95, subsampling=0)))
+    found: Any = Image.open(io.BytesIO(encode(GRADIENT, "jpeg")))
     assert (found.quantization, found.layer) == (expected.quantization, expected.layer)  # the sampling of each colour
 
 

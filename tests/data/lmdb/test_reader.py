@@ -95,7 +95,7 @@ def test_several_blocks_and_the_content_hash(tmp_path, small_blocks, monkeypatch
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 6
     monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_BYTES", 3 * 3 * 8 * 8)
-    images, labels, order = sample_images(5, side=16), np.array([2, 0, 1, 1, 0]), [4, 0, 3]
+    images, labels, order = sample_images(5, side=16), np.array([2, 0, 1, 1, 0]), np.array([4, 0, 3])
     for encoding, blocks in (("raw", [4, 3, 1]), ("png", [4, 4, 4])):  # at 4, 8 and 16 px
         path = tmp_path / f"sides-{encoding}.lmdb"
         assert pack_arrays(path, images, labels, CLASSES, encoding=encoding, smallest=4).blocks == blocks

@@ -252,12 +252,12 @@ def test_refusals(pets, tmp_path, refused, capsys):
     assert "holds out a part of its train images" in capsys.readouterr().err
     assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
     part = ["--split", "test"]
-    for options, told in (
+    for tokens, told in (
         (["--val-share", "0.5", *part], "--val-share holds out a part of its test images"),
         ([], "only its training images are packed; for the others run this again with --split ("),
         (part, ""),
     ):
-        succeed(main, tmp_path / "splits", tmp_path / "y.lmdb", "--overwrite", *options)
+        succeed(main, tmp_path / "splits", tmp_path / "y.lmdb", "--overwrite", *tokens)
         error = [line for line in capsys.readouterr().err.splitlines() if "packing" not in line]
         assert len(error) == bool(told)
         assert told in "".join(error)

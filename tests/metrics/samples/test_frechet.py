@@ -182,6 +182,8 @@ def test_no_interval_is_below_zero(monkeypatch):
     alone = torch.zeros(10, 16)
     alone[0] = 1  # one sample differs
     ratio = diversity_ratio(alone, of_16(10, 2))
+    assert ratio.value is not None
+    assert ratio.interval is not None
     assert ratio.interval[0] == 0 < ratio.value < ratio.interval[1]
     monkeypatch.setattr("duetgan.metrics.samples.intra_class.frechet_distance", lambda *_: (0.5, 1.0))
     within = intra_class_frechet(alone, alone, torch.zeros(10, dtype=torch.int64), 1)

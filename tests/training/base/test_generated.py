@@ -66,9 +66,10 @@ def test_they_are_the_generators_own_with_their_labels(run):
 
 def test_samples_are_drawn_in_full_precision(run, monkeypatch):
     found: list[str] = []
+    backend: Any = torch.backends.mkldnn
 
     def spied(*arguments: Any, **options: Any) -> torch.Tensor:
-        found.append(torch.backends.mkldnn.matmul.fp32_precision)
+        found.append(backend.matmul.fp32_precision)
         return generate(*arguments, **options)
 
     monkeypatch.setattr(generated, "generate", spied)

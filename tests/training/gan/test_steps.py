@@ -365,7 +365,7 @@ class Passes:
 def test_parts_of_a_task_have_their_sections_of_the_config(folder, monkeypatch):
     monkeypatch.setattr("duetgan.utils.distributed.collectives.main_first", lambda build: ("rank 0 first", build()))
     more = {"watch": {"memory": 0.3, "on": False}, "distributed": {"compress": "bf16"}}
-    task = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
+    task: Any = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
     assert task.watch.config == task.config.watch
     for name in ("generator", "discriminator"):
         updater = task.registry()[f"{name}_optimizer"]

@@ -184,7 +184,7 @@ def test_later_rows_and_half_lines_are_cut_off(tmp_path, torn):
         assert path.read_text() == left
         assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     rows = ['{"step": 2}\n', '{"step": 9}\n', '{"step": 3, "partial": true}\n', '{"step": 1}\n']  # not in order
-    for partial, left in ((True, [0, 3]), (False, [0, 2, 3])):
+    for partial, numbers in ((True, [0, 3]), (False, [0, 2, 3])):
         path.write_text("".join(rows))
         cut_back(path, 3, partial=partial)
-        assert path.read_text() == "".join(rows[number] for number in left)
+        assert path.read_text() == "".join(rows[number] for number in numbers)
