@@ -335,7 +335,7 @@ class TestPredict:
         (tmp_path / "text.jpg").write_text("not an image")
         files = [str(path) for path in [*sample_images, tmp_path / "text.jpg", tmp_path / "none.png"] * 4]
         checkpoint = load(resolve(runs["classifier"]))
-        how: Any = {"resize": None, "top": len(CLASSES)}
+        how: Any = {"resize": None, "top": len(CLASSES), "maps": None, "fast": None}
         model = classifier_from(checkpoint)
         inputs = [file_input(file) for file in files]
         alone = [row for given in inputs for _, row in predict_inputs(model, checkpoint, [given], **how, batch_size=1)]
