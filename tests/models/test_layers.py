@@ -278,7 +278,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("affine", [True, False])
-def test_alone_it_is_batchnorm(momentum, affine):
+def test_alone_it_is_batchnorm(momentum, affine, monkeypatch):
     layers = [kind(3, momentum=momentum, affine=affine).double() for kind in (CPUSyncBatchNorm2d, nn.BatchNorm2d)]
     found: list[list[torch.Tensor]] = [[], []]
     for layer, values in zip(layers, found, strict=True):
@@ -290,6 +290,15 @@ def test_alone_it_is_batchnorm(momentum, affine):
         values.append(layer.eval()(draw(2, 3, 2, 2, key="evaluation")))
     torch.testing.assert_close(*found, rtol=0, atol=0)
     same(layers[0].state_dict(), layers[1].state_dict())
+    monkeypatch.setattr(batchnorm, "perform", lambda _: None)  # a sum over one rank
+    layer, values = CPUSyncBatchNorm2d(3, momentum=momentum, affine=affine).double(), []
+    for step in range(3):
+        x = draw(4, 3, 2, 2, key=f"{step}").requires_grad_()
+        output = layer.synchronised(x)
+        output.pow(3).sum().backward()
+        values += [output, x.grad]
+    torch.testing.assert_close(values, found[1][:-1])
+    torch.testing.assert_close(dict(layer.state_dict()), dict(layers[1].state_dict()))
 
 
 def test_accelerators_get_torchs_kernels():
