@@ -1,5 +1,6 @@
 """`duet pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,9 @@ def test_a_program_packs_without_bars_and_reads_what_was_skipped(photos, tmp_pat
     for shown in (True, False, True):
         options: dict[str, Any] = {"on_error": "skip", "overwrite": True, "progress": shown}
         summary = pack(open_source(str(photos)), tmp_path / "x.lmdb", val_share=0.5, **options)
-        assert ("packing" in capsys.readouterr().err) == shown
+        error = capsys.readouterr().err
+        totals = [bool(re.search(words, error)) for words in (r"packing: .*/5 ", r"splitting: .*/4 ")]
+        assert ("packing" in error, totals) == (shown, [shown, shown])
     (problem,) = summary.problems
     assert (problem.name, "not an image" in problem.reason) == (str(photos / "cat" / "aa.jpg"), True)
 
@@ -171,6 +174,8 @@ def test_classes_of_another_file(photos, tmp_path):
     (tmp_path / "list.csv").write_text("path,label,split\nphotos/dog/a.png,dog,train\nphotos/dog/b.png,cat,val\n")
     refused(tmp_path / "list.csv", "class dog has no images; add some, or --against TRAIN.lmdb", "--split", "val")
     assert packed(tmp_path / "list.csv", "--split", "val", *against).meta.histogram == [1, 0]
+    save(photos / "emu" / "a.png")
+    refused(photos, "its classes are not those of .*train.lmdb.*; labels would not mean the same", *against)
     (tmp_path / "flat").mkdir()
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []

@@ -71,6 +71,7 @@ def test_files_that_are_no_configuration(tmp_path, text, told):
 def test_missing_files_and_folders_are_named_with_what_is_near(tmp_path):
     near = written(tmp_path, "a: 1", "quickstart_gan.yaml")
     written(tmp_path, "a: 1", "unrelated_thing.yaml")
+    written(tmp_path, "a: 1", "quickstart_gna.yml")  # is no recipe
     run = tmp_path / "run"
     run.mkdir()
     missing = r"no such configuration file(?!.*did you mean)"
