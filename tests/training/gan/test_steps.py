@@ -200,7 +200,8 @@ def test_a_growing_generator_is_shown_as_its_stage_has_it(folder, capsys, monkey
     assert run.task.average_generator() is run.task.ema.model
     assert run.task.provenance()["stage"] == [16, 1.0]
     monkeypatch.setattr(run.task.evaluation, "sample_grid", lambda generator: generator)
-    assert run.task.sample_grid(6) is run.task.ema.model
+    drawn: Any = run.task.sample_grid(6)
+    assert drawn is run.task.ema.model
 
 
 def test_what_does_not_go_together_is_refused():
@@ -368,12 +369,13 @@ def test_parts_of_a_task_have_their_sections_of_the_config(folder, monkeypatch):
     task: Any = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
     assert task.watch.config == task.config.watch
     for name in ("generator", "discriminator"):
-        updater = task.registry()[f"{name}_optimizer"]
+        updater: Any = task.registry()[f"{name}_optimizer"]
         assert updater.config == getattr(task.config, f"{name}_optimizer")
         assert updater.model is task.registry()[name]
         assert updater.exchange.compress == "bf16"
     assert task.generator_step.updater.config.lr == 0.02
-    order, (extractor,) = task.evaluation.extractors  # which may download weights
+    extractors: Any = task.evaluation.extractors  # which may download weights
+    order, (extractor,) = extractors
     assert (order, extractor.name) == ("rank 0 first", "pixels")
 
 
