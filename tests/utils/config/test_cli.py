@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Interval
 
-from duetgan.commands import COMMANDS
+from duetgan.commands import COMMANDS, train
 from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
 from duetgan.utils.config.model import Count, Stored, Whole
 from duetgan.utils.errors import UserError
@@ -125,6 +125,13 @@ def test_model_options():
     assert (found.checkpoint, found.which, found.device, found.batch_size) == ("runs/x", "best", None, 7)
     assert_raises(UserError, "at least 1", parse.parse_args, ["--checkpoint", "x", "--batch-size", "0"])
     assert_raises(UserError, "--checkpoint", parse.parse_args, [])
+
+
+def test_rates_to_try_are_above_0_and_the_help_names_the_keys():
+    for option in ("--lr-find-from", "--lr-find-to"):
+        told = f"argument {option}: '0' is not a finite number above 0"
+        assert_raises(UserError, told, train.parser().parse_known, [option, "0"])
+    assert "Every key of the config is an option" in " ".join(train.parser().format_help().split())
 
 
 class Shard(Stored):
