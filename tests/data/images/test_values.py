@@ -209,6 +209,11 @@ def test_from_one_form_to_another():
         (Values(sixteen), ImageSpec.of(3, 0, {"depth": "float32"}), sixteen),
         (Values(eight[..., :1]), ImageSpec(3, 0, 0), np.repeat(eight[..., :1], 3, 2)),
         (Values(eight), ImageSpec(4, 0, 0, alpha=True), np.dstack([eight, np.full((8, 8), 255)])),
+        (
+            Values(sixteen),
+            ImageSpec.of(4, 0, {"depth": "uint16", "alpha": True}),
+            np.dstack([sixteen, np.full((8, 8), 65535)]),
+        ),
     ):
         np.testing.assert_array_equal(bring(values, spec), wanted)
     grey = bring(Values(sixteen), ImageSpec.of(1, 0, {"depth": "uint16"}))
