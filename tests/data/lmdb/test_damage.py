@@ -303,3 +303,20 @@ def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):
 
 if __name__ == "__main__":
     print(json.dumps(main(Path(sys.argv[1]))))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "records", "least"),
+    [
+        ("raw", 2 * (2 + 3), 5 * (2 * ENTRY.itemsize + 3 * (4 * 4 + 8 * 8))),
+        ("png", 5 + 2 + 5 + 3, 5 * 4 * ENTRY.itemsize),
+    ],
+)
+def test_a_file_may_have_lost_half_of_its_records(tmp_path, encoding, records, least):
+    content = (sample_images(5), np.zeros(5, np.int64), CLASSES)
+    meta = pack_arrays(tmp_path / "x.lmdb", *content, encoding=encoding, smallest=4)
+    meta = meta.model_copy(update={"blocks": [3, 2]})  # images in a block at 4 and at 8 px
+    size, entries = -(-least // 2), -(-records // 2)
+    meta.check_room(size, entries)
+    for smaller in ((size - 1, entries), (size, entries - 1)):
+        assert_raises(ValueError, r"count is 5, more than a file of", meta.check_room, *smaller)
