@@ -79,7 +79,10 @@ def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():
     assert_raises(UserError, "checkpoint's model: unknown key 'stems'", classifier_from, content)
     average.add_thresholds()  # several labels an image: it teaches like any other
     content |= {"config": {"model": {"stem": "small-stride2"}}, "state": {"model_ema": average.state_dict()}}
-    assert inherited_lineage(content) == Lineage.of(teachers=[fingerprint(average)])
+    teacher = fingerprint(average)
+    assert inherited_lineage(content) == Lineage.of(teachers=[teacher])
+    average.add_temperature()
+    assert fingerprint(average) == teacher  # a calibrated copy has learnt from the same images
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

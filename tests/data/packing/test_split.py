@@ -163,6 +163,10 @@ def test_the_split_is_recorded_and_keyed(pets, tmp_path):
     assert whole.split is None
     with open_source(str(halves(tmp_path / "x.lmdb")[1].path)) as part:
         assert pack(part, tmp_path / "part.lmdb", size=24, resize="pad").meta.split == first.held_out.split
+        inner = pack(part, tmp_path / "inner.lmdb", seed=3, val_share=0.5, duplicates=False)
+        packed = pack(part, tmp_path / "part.lmdb", overwrite=True).meta
+    split = Split(part="train", share=0.5, seed=3, whole=packed.fingerprint, images=9)
+    assert (inner.meta.split, inner.held_out.split) == (split, split.model_copy(update={"part": "val"}))
     names = halves(tmp_path / "x.lmdb")[1].names()
     again = pack(source, tmp_path / "x.lmdb", workers=1, **QUARTER)
     assert (again.meta, again.held_out) == (first.meta, first.held_out)

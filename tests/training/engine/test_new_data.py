@@ -160,6 +160,10 @@ def test_all_but_the_classes_the_order_and_the_best_stays(begun, monkeypatch):
                     expected = source * factor**exponent
                 torch.testing.assert_close(tensor.select(dimension, row), expected, rtol=1e-6, atol=0)
     assert all(place.startswith((".loader.", ".loop.best", ".loop.stopping")) for place in changed), changed
+    patience = {"best": {"val/accuracy": 0.9}, "stopping": {"best": 0.9, "waited": 3}}
+    content = dict(saved, state={**deepcopy(before), "loop": before["loop"] | patience})
+    loop.manager.images.adapt(content)
+    assert content["state"]["loop"] == before["loop"] | {"best": {}, "stopping": {"best": None, "waited": 0}}
 
 
 GROWTH = "{start: 8, fade_kimg: 0.016, stable_kimg: 0.016}"

@@ -70,11 +70,17 @@ class Run:
         return {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize(("donor", "kimg"), [(None, 500), ("other/run", 100)])
-def test_augmentation_adapts_five_times_as_fast_where_networks_are_transferred(folder, donor, kimg):
-    """2006.06676, appendix C.2."""
+@pytest.mark.parametrize(("donor", "kimg", "rampup"), [(None, 500, 0.05), ("other/run", 100, None)])
+def test_transferred_networks_adapt_and_average_as_trained_ones(folder, donor, kimg, rampup, monkeypatch):
+    """Augmentation adapts five times as fast (2006.06676, appendix C.2); no limit of the average's half-life."""
+    found = []
+    monkeypatch.setattr(
+        "duetgan.training.gan.generator_step.half_life_beta", lambda *arguments: found.append(arguments[3]) or 0.5
+    )
     run = Run(folder, GAN | {"ada": {"mode": "adaptive"}, "init_from": donor})
     assert run.task.context.ada.adjustment_images == 1000 * kimg
+    run.step()
+    assert found == [rampup]
 
 
 def test_the_plan_names_the_kernels_of_an_accelerator(folder, monkeypatch):
