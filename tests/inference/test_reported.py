@@ -212,8 +212,10 @@ def test_the_library(trained, files):
         assert_pixels(
             np.asarray(generator.grid(5, **extra, **options)), grid(expected, columns=columns, spec=None)[:, :, 0]
         )
-    eight_of_each = grid(generator.sample(16, **options).images, columns=2, spec=None)[:, :, 0]
-    assert_pixels(np.asarray(generator.grid(**options)), eight_of_each)
+    for classes, columns in ((["elk", "ant"], 2), ("elk", 1)):
+        options["classes"] = classes
+        eight_of_each = grid(generator.sample(8 * columns, **options).images, columns=columns, spec=None)[:, :, 0]
+        assert_pixels(np.asarray(generator.grid(**options)), eight_of_each)
 
 
 @torch.no_grad()
