@@ -1,6 +1,8 @@
 import copy
+import errno
 import zipfile
 from collections import namedtuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,6 +100,16 @@ def test_what_would_not_fit_is_not_begun(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(40_000 + checkpoint_writer.SPARE))
     checkpoint_writer.write(taken, tmp_path / "x.pt")
     assert names(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_an_error_of_the_disk_behind_that_of_the_zip_writer_is_raised(tmp_path, monkeypatch, link):
+    error = RuntimeError("unexpected position 64 vs 0")
+    monkeypatch.setattr(torch, "save", Mock(side_effect=error))
+    snapshot = Snapshot(content(), copy_cpu=False)
+    assert_raises(RuntimeError, "unexpected position", checkpoint_writer.write, snapshot, tmp_path / "x.pt")
+    setattr(error, link, OSError(errno.EFBIG, "File too large"))
+    assert_raises(OSError, "File too large", checkpoint_writer.write, snapshot, tmp_path / "x.pt")
 
 
 CUT = [{"keep": share} for share in (0, 0.001, 0.5, 0.999)]
