@@ -162,7 +162,7 @@ def test_all_but_the_classes_the_order_and_the_best_stays(begun, monkeypatch):
     assert all(place.startswith((".loader.", ".loop.best", ".loop.stopping")) for place in changed), changed
     patience = {"best": {"val/accuracy": 0.9}, "stopping": {"best": 0.9, "waited": 3}}
     content = dict(saved, state={**deepcopy(before), "loop": before["loop"] | patience})
-    loop.manager.images.adapt(content)
+    NewImages(loop).adapt(content)
     assert content["state"]["loop"] == before["loop"] | {"best": {}, "stopping": {"best": None, "waited": 0}}
 
 

@@ -29,6 +29,7 @@ from duetgan.training.gan.joint_step import JointStep
 from duetgan.training.gan.losses import OBJECTIVES, path_lengths
 from duetgan.training.gan.task import GanTask
 from duetgan.training.gan.terms import PathLength
+from duetgan.training.optim.ema import half_life_beta
 from duetgan.training.optim.updater import Precision
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
@@ -74,9 +75,12 @@ class Run:
 def test_transferred_networks_adapt_and_average_as_trained_ones(folder, donor, kimg, rampup, monkeypatch):
     """Augmentation adapts five times as fast (2006.06676, appendix C.2); no limit of the average's half-life."""
     found = []
-    monkeypatch.setattr(
-        "duetgan.training.gan.generator_step.half_life_beta", lambda *arguments: found.append(arguments[3]) or 0.5
-    )
+
+    def noted(batch: int, seen: int, half_life: float, limit: float | None) -> float:
+        found.append(limit)
+        return half_life_beta(batch, seen, half_life, limit)
+
+    monkeypatch.setattr("duetgan.training.gan.generator_step.half_life_beta", noted)
     run = Run(folder, GAN | {"ada": {"mode": "adaptive"}, "init_from": donor})
     assert run.task.context.ada.adjustment_images == 1000 * kimg
     run.step()
