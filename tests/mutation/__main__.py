@@ -46,6 +46,11 @@ def draw(n: int, seed: int, parts: Sequence[str]) -> list[Mutant]:
     return sample(candidates, n, seed, lambda path: part_of(path, parts), is_valid)
 
 
+def _of_keys(keys: Sequence[str]) -> list[Mutant]:
+    files = product_files(ROOT)
+    return [mutant for mutant in mutants_of(ROOT, files) if mutant.key in keys]
+
+
 def table(results: Sequence[Result], parts: Sequence[str]) -> str:
     """Return the share of noticed mutants by part."""
     rows = []
@@ -66,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--n", type=int, default=100, help="mutants to sample")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=PARTS, metavar="FOLDER", help="folders of the product")
+    parser.add_argument("--keys", nargs="*", metavar="KEY", help="run these mutants instead of a sample")
     parser.add_argument("--limit", type=float, default=90, help="seconds of tests for a mutant")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
@@ -74,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("recording which test executes which line ...", flush=True)
     recording = update(clones[0].root, FOLDER, options.processes + 1)
     print(f"{len(recording.seconds)} tests", flush=True)
-    mutants = draw(options.n, options.seed, options.only)
+    mutants = _of_keys(options.keys) if options.keys else draw(options.n, options.seed, options.only)
     runner = Runner(clones, recording, options.limit)
     results: dict[str, Result] = {}
-    path = FOLDER / f"results-{options.seed}-{options.n}.jsonl"
+    path = FOLDER / ("results-keys.jsonl" if options.keys else f"results-{options.seed}-{options.n}.jsonl")
 
     def report(result: Result) -> None:
         results[result.mutant.key] = result

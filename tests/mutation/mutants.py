@@ -373,6 +373,7 @@ def sample(
                     drawn.append(by_kind[kind][-1])
                 del by_kind[kind][-1:]
             chosen += drawn
+    draw.shuffle(chosen)  # the results of a run that is stopped are a sample, too
     return chosen
 
 

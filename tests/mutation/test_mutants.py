@@ -83,3 +83,7 @@ def test_tests_of_a_line_and_their_order():
     assert len(tests) == 3
     assert order(tests, "data/x.py", recording, 100) == ["tests/data/test_x::3", "tests/data/test_x::2", "tests/a::1"]
     assert order(tests, "data/x.py", recording, 3) == ["tests/data/test_x::3", "tests/a::1"]
+    recording.seconds |= {"tests/data/test_x::4": 2.5, "tests/b::5": 3}
+    tests += ["tests/data/test_x::4", "tests/b::5"]  # a file's quarter is 4 s, the last test fills what is left
+    chosen = ["tests/data/test_x::3", "tests/a::1", "tests/b::5", "tests/data/test_x::4", "tests/data/test_x::2"]
+    assert order(tests, "data/x.py", recording, 16) == chosen
