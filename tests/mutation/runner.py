@@ -136,6 +136,7 @@ def _child(root: Path, tests: Sequence[str], token: str, output: Path, stop: boo
     os.dup2(log, 2)
     os.environ[TOKEN] = token
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(root / "build" / "pycache")
+    os.environ["PYTHONPATH"] = str(root)  # child processes, too, import the mutant
     os.environ["PYTHONDONTWRITEBYTECODE"] = ""
     sys.dont_write_bytecode = False
     os.chdir(root)
