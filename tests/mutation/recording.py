@@ -83,7 +83,11 @@ def _run(root: Path, scratch: Path, log_file: Path, processes: int) -> None:
     settings = scratch / "settings.ini"
     settings.write_text(SETTINGS.format(scratch=scratch, root=root, context=CONTEXT))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(settings), OUTPUT: str(scratch)}
-    environment |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(root / "build" / "pycache")}
+    environment |= {
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(root / "build" / "pycache"),
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "tests.mutation.plugin"]
     command += ["-n", str(processes), "--dist", "loadfile", "--no-loadscope-reorder"]
     with open(log_file, "w") as log:
