@@ -23,7 +23,6 @@ from duetgan.metrics.intervals import Measured
 from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
 from duetgan.metrics.results import Evaluation
 from duetgan.metrics.samples import memorisation
-from duetgan.metrics.samples.neighbours import neighbours
 from duetgan.metrics.tables import few_images
 from duetgan.utils.distributed.collectives import choose_device
 from duetgan.utils.errors import UserError
@@ -222,7 +221,7 @@ def near_copies(
     n = len(features)
     candidates = reference.features[:n]
     near = memorisation.nearest(features, candidates)
-    usual = neighbours(candidates, candidates, 1)[0][:, 0].sqrt()
+    usual = memorisation.nearest(candidates, candidates).distances
     _, expected, bound = memorisation.fraction_below(near.distances, usual)
     fraction = Measured.fraction(near.distances < bound)
     rows = memorisation.pairs(

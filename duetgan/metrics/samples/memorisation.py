@@ -52,10 +52,13 @@ class RealSet:
 def nearest(queries: Tensor, references: Tensor) -> Nearest:
     """Find the nearest of the references [m, F] for each of the queries [n, F].
 
-    Of equally near references, the first is returned. Distances are computed from differences, so
-    that the distance of a copy is 0 and not a rounding error.
+    Of equally near references, the first is returned. If queries and references are the same
+    tensor, an image is not compared with itself. Distances are computed from differences, so that
+    the distance of a copy is 0 and not a rounding error.
     """
-    queries, references = queries.detach().cpu(), references.detach().cpu()
+    is_same = queries is references
+    references = references.detach().cpu()
+    queries = references if is_same else queries.detach().cpu()
     indices = neighbours(queries, references, 1)[1][:, 0]
     pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)
     distances = [(part.double() - references[rows].double()).norm(dim=1) for part, rows in pieces]
