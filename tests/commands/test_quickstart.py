@@ -332,9 +332,21 @@ def test_a_step_that_is_stopped_is_no_error(commands, tmp_path, capsys, code, to
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_call_returns_the_exit_code(code, expected):
-    assert run_python(["-c", f"import os, sys; {code}"]) == expected
+@pytest.mark.parametrize(
+    ("code", "expected"), [("sys.stdin.read() and sys.exit(1)", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)]
+)
+def test_call_returns_the_exit_code_of_a_command_that_has_no_input(code, expected):
+    reader, writer = os.pipe()
+    os.write(writer, b"of the terminal")
+    os.close(writer)
+    stdin = os.dup(0)
+    os.dup2(reader, 0)
+    try:
+        assert run_python(["-c", f"import os, sys; {code}"]) == expected
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(reader)
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["own PID", "Ctrl-C"])

@@ -306,6 +306,70 @@ def test_accelerators_get_torchs_kernels():
     assert [type(child) for child in model.children()] == [SyncBatchNorm2d]
 
 
+def _kernels() -> dict[str, Any]:
+    """Return the formulas of torch's CUDA kernels for SyncBatchNorm, by name."""
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return values[:, None, None]
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        return x.sum((0, 2, 3))
+
+    def stats(x, eps):
+        return x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + eps).rsqrt()
+
+    def gather(_x, means, deviations, running_mean, running_var, momentum, eps, counts):
+        n, counts = counts.sum(), counts[:, None]
+        mean = (means * counts).sum(0) / n
+        variance = ((deviations**-2 - eps + (means - mean) ** 2) * counts).sum(0) / n
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(variance * n / (n - 1), momentum)
+        return mean, (variance + eps).rsqrt()
+
+    def elements(x, weight, bias, mean, deviation, _eps):
+        return (x - column(mean)) * column(deviation * weight) + column(bias)
+
+    def reduce(grad, x, mean, deviation, _weight, *_needed):
+        products = sums(grad * (x - column(mean)))
+        return sums(grad), products, products * deviation, sums(grad)
+
+    def backward(grad, x, mean, deviation, weight, total, products, counts):
+        centred = (x - column(mean)) * column(deviation**2 * products) / counts.sum()
+        return (grad - column(total) / counts.sum() - centred) * column(deviation * weight)
+
+    return {
+        "batch_norm_stats": stats,
+        "batch_norm_gather_stats_with_counts": gather,
+        "batch_norm_elemt": elements,
+        "batch_norm_backward_reduce": reduce,
+        "batch_norm_backward_elemt": backward,
+    }
+
+
+def test_the_layer_for_cuda_is_batchnorm_of_all_ranks_samples(monkeypatch):
+    """Of two ranks that have the same samples, with the kernels' formulas in place of the kernels."""
+
+    def perform(operation: Any) -> None:
+        target, *own = operation.args
+        target.copy_(own[0].repeat(2) if own else 2 * target)
+
+    for name, kernel in _kernels().items():
+        monkeypatch.setattr(torch, name, kernel)
+    monkeypatch.setattr(batchnorm, "perform", perform)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    results: list[list[torch.Tensor]] = []
+    for kind, copies in ((SyncBatchNorm2d, 1), (nn.BatchNorm2d, 2)):
+        layer = kind(3, momentum=0.3, eps=0.1).double()
+        layer.weight.data, layer.bias.data = draw(3, key="weight"), draw(3, key="bias")
+        x = draw(4, 3, 2, 2, key="x").requires_grad_()
+        both = torch.cat([x] * copies)
+        output = layer.synchronised(both) if isinstance(layer, SyncBatchNorm2d) else layer(both)
+        output.pow(3).sum().backward()
+        gradients = [parameter.grad / copies for parameter in (x, layer.weight, layer.bias)]
+        results.append([output[:4], *gradients, *layer.buffers()])
+    torch.testing.assert_close(*results)
+
+
 def test_a_synchronised_layer_after_frozen_ones_has_gradients_of_its_parameters_alone(monkeypatch):
     """Without a gradient for x there are no sums to exchange."""
     gradients = (torch.ones(2), torch.zeros(2))

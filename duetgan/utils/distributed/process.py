@@ -181,8 +181,8 @@ def guard() -> None:
                 io.BufferedWriter(_Tolerant(number, "w", closefd=False)),
                 encoding=stream.encoding,
                 errors="backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
+                # `python -u` has no buffer to flush, but the stream here has one
+                line_buffering=stream.line_buffering or stream.write_through,
             )
             setattr(sys, name, guarded)
 

@@ -265,6 +265,7 @@ def test_whole_trees_of_any_depth_are_accepted(tmp_path, count):
         depth = environment.stat()["depth"]
     assert depth == {0: 0, 1: 1, 3: 1, 2000: 4}[count]
     handle = acquire(path)
+    assert handle.environment.flags()["readonly"]
     with handle.environment.begin() as txn:
         assert all(len(txn.get(b"%0200d" % index, b"")) == index % 5000 for index in range(count))
 
@@ -281,6 +282,22 @@ def test_a_root_right_behind_the_last_page_is_damage(tmp_path):
     with path.open("rb") as file:
         assert_raises(ValueError, "lies beyond its end", check_tree, file.fileno(), PAGE, len(content))
         assert_raises(ValueError, "it was cut off", check_tree, file.fileno(), PAGE, len(content) + PAGE)
+
+
+def test_a_value_that_ends_behind_its_page_is_damage(tmp_path):
+    path = tmp_path / "x.lmdb"
+    with lmdb.open(str(path), subdir=False, map_size=1 << 20) as environment, environment.begin(write=True) as txn:
+        txn.put(b"key", b"value")
+    content = path.read_bytes()
+    start = content.index(b"keyvalue")
+    room = PAGE - (start + len(b"key")) % PAGE
+    for length, outcome in ((room, "whole"), (room + 1, f"page {start // PAGE} of its tree is damaged")):
+        path.write_bytes(content[: start - 8] + length.to_bytes(2, "little") + content[start - 6 :])
+        with path.open("rb") as file:
+            if outcome == "whole":
+                check_tree(file.fileno(), PAGE, len(content))
+            else:
+                assert_raises(ValueError, outcome, check_tree, file.fileno(), PAGE, len(content))
 
 
 def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):

@@ -41,6 +41,20 @@ def test_help_too_and_a_refusal_keeps_its_exit_code():
     assert script("train.py", "--config", "nowhere.yaml", streams=">/dev/full 2>/dev/full") == (2, "", "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_terminal_gets_each_line_at_once_and_characters_that_it_lacks_as_escapes(unbuffered):
+    code = "import os\nfrom duetgan.utils.distributed.process import guard\nguard()\n"
+    code += "print('\xe9')\nos._exit(0)"
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": unbuffered}
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, stdout=theirs, check=True)
+    os.close(theirs)
+    try:
+        assert os.read(ours, 100) == b"\\xe9\r\n"
+    finally:
+        os.close(ours)
+
+
 def test_training_goes_on_where_the_terminal_is_gone(tmp_path, packed):
     recipe, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     ours, theirs = pty.openpty()
