@@ -333,7 +333,8 @@ def test_a_step_that_is_stopped_is_no_error(commands, tmp_path, capsys, code, to
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"), [("sys.stdin.read() and sys.exit(1)", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)]
+    ("code", "expected"),
+    [("sys.stdin.read() and sys.exit(1)", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)],
 )
 def test_call_returns_the_exit_code_of_a_command_that_has_no_input(code, expected):
     reader, writer = os.pipe()
