@@ -51,11 +51,18 @@ class Rank:
     world: int
     port: int
     output: str  # file that takes its stdout and stderr
+    context: str  # of the coverage that tests/mutation records, or ""
 
     def enter(self) -> None:
         """Become it: environment, threads, output."""
         import torch
 
+        if self.context:
+            import coverage
+
+            measured = coverage.Coverage.current()
+            if measured is not None:
+                measured.switch_context(self.context)
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         for name in names:
             os.environ.pop(name, None)
@@ -81,7 +88,8 @@ def start(function: Callable[..., int | None], *arguments: Any, world: int, outp
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [Rank(index, world, port, f"{output}.{index}") for index in range(world)]
+    context = os.environ.get("DUET_MUTATION_CONTEXT", "")
+    ranks = [Rank(index, world, port, f"{output}.{index}", context) for index in range(world)]
     processes: list[BaseProcess] = [CONTEXT.Process(target=_be, args=(rank, function, arguments)) for rank in ranks]
     for process in processes:
         process.start()
