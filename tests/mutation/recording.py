@@ -110,6 +110,8 @@ def _read(root: Path, scratch: Path, recording: Recording) -> None:
             if not context:
                 recording.imported[name] = recording.imported.get(name, 0) | mask
                 continue
+            while "|" in context and context not in tests and context not in users:
+                context = context.partition("|")[2]  # a fork has the context of its parent's start, too
             for test in users.get(context, [context]):
                 if test in recording.seconds:
                     masks = recording.lines[name]
