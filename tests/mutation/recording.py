@@ -51,9 +51,8 @@ class Recording:
         statement = ((1 << (last_line - first_line + 1)) - 1) << first_line
         tests = self.lines.get(path, {})
         imported = self.imported.get(path, 0)
-        chosen = [t for t, mask in tests.items() if mask & statement]
-        if imported & statement:
-            chosen = [t for t, mask in tests.items() if mask & ~imported or mask & statement]
+        is_imported = imported & statement
+        chosen = [t for t, mask in tests.items() if mask and (is_imported or mask & statement)]
         return [t for t in chosen if t in self.seconds]
 
 
