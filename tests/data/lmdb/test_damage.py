@@ -307,13 +307,14 @@ def test_a_record_of_an_unlabelled_file_has_label_0(tmp_path, monkeypatch):
 
     @contextmanager
     def labelled(reader: LMDBReader, index: int) -> Iterator[Any]:
-        with encoded(reader, index) as (entry, payload, size):
-            yield {"label": index, "codec": entry["codec"]}, payload, size
+        with encoded(reader, index) as (entry, payload, _):
+            yield {"label": index % 2, "codec": entry["codec"]}, payload, (8, 8 - index)
 
     monkeypatch.setattr(LMDBReader, "encoded", labelled)
     with LMDBReader(path) as reader:
         np.testing.assert_array_equal(stored_image(reader, 0)[0], sample_images(3)[0].transpose(1, 2, 0))
         assert_raises(DamageError, "label 1 has no class, the file has 0 classes", stored_image, reader, 1)
+        assert_raises(DamageError, "is 8x8 px by its header, 6x8 px by its record", stored_image, reader, 2)
         for index in (-1, 3):
             assert_raises(IndexError, f"record {index} of 3", stored_image, reader, index)
 

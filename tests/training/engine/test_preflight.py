@@ -132,11 +132,14 @@ def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name,
     recipe = write_config(tmp_path / "recipe.yaml", name, packed)
     monkeypatch.setattr(speed, "seconds_per_image", lambda *_: 7.5)
     assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers") == 0
-    text = capsys.readouterr().out
+    text, plan = capsys.readouterr()
     time = f"time: about {duration} here, 0.133 images/s"
     end = "dry run: everything up to the first step is in order; nothing was written"
     assert (text.startswith(f"{time}\n"), text.endswith(f"\n{end}\n")) == (True, True)
     assert re.search(rf"{layer} \(\w+\)", text)
+    columns = re.search(rf"(?m)^(  task +){name}$\n(  device +)cpu x 1 process, ", plan)
+    assert columns is not None
+    assert len(columns[1]) == len(columns[2])
     assert train_in_process(recipe, tmp_path / "run", "--dry-run") == 0
     assert capsys.readouterr().out.splitlines() == [time, "--layers prints every layer", end]
     assert re.search(r"Total params: [1-9][\d,]+\n", text)
