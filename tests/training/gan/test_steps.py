@@ -126,8 +126,8 @@ def state(network):
 def test_the_classifier_that_gives_a_loss_stays_as_it_is_and_is_in_the_lineage(folder, monkeypatch):
     restored = teacher_module.classifier_from
 
-    def with_weights(*arguments: Any, **options: Any) -> Any:
-        network = restored(*arguments, **options)
+    def with_weights(checkpoint: Any, device: torch.device, **options: Any) -> Any:
+        network = restored(checkpoint, device, **options)
         network.lineage = Lineage.of(trained_on=["images"], pretrained=["weights"])
         return network
 
