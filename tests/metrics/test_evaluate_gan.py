@@ -190,6 +190,10 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     samples = counting.seen - fresh
     assert samples == fresh - samples - 90 > 0  # once the real test images (as many as samples), once all to search
     assert first == again
+    real = RealFeatures(batch_size=64)
+    pair = [Counting("other"), counting]  # copies are searched for with the first; the floor takes fewer images
+    evaluate(generator, test_reader, extractors=pair, real=real, train_dataset=train_reader)
+    assert evaluate(generator, test_reader, extractors=[counting], real=real, train_dataset=train_reader) == first
     before = counting.seen
     evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)
     assert counting.seen - before > samples  # another seed draws other real images
