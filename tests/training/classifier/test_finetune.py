@@ -88,6 +88,7 @@ def test_parts(part, name, fits, network):
             r"finetune\.freeze: 'layer5' is neither a stage nor .*\(did you mean 'layer\d'\?\); stages are stem",
         ),
         ({"unfreeze": {"head": 0, "haed": 3}}, r"finetune\.unfreeze: 'haed' .*did you mean 'head'"),
+        ({"freeze_at": {"haed": 3}}, r"finetune\.freeze_at: 'haed' .*did you mean 'head'"),
         ({"stage_lr": {"fc.wieght": 0.1}}, r"finetune\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),
         ({"freeze": ["backbone", "head"]}, r"nothing trains at step 0; leave a part, such as head, out"),
         ({"unfreeze": {"head": 3}}, r"nothing trains at step 0; .* let it begin at 0"),
@@ -116,6 +117,15 @@ def test_everything_at_one_rate_is_as_it_ever_was(network):
     frozen.network.fc.requires_grad_(False)
     FineTuning(frozen, FineTuneConfig(), steps_per_epoch=1.0).at(0)
     assert not frozen.network.fc.weight.requires_grad  # and others' settings are left alone
+
+
+def test_a_stage_stops_training_though_everything_else_is_as_usual(network):
+    tuning = trained_of(copy.deepcopy(network), freeze_at={"stem": 3})
+    assert tuning.groups(0.1) is None
+    for step, is_trained in ((2, True), (3, False)):
+        tuning.at(step)
+        stem = tuning.model.network.bn1
+        assert (stem.weight.requires_grad, stem.training) == (is_trained, is_trained)
 
 
 def test_groups_hold_what_ever_trains_once_with_decay_first(network):
@@ -193,6 +203,7 @@ def test_the_usual_groups_have_no_names():
         ("IMAGENET1K_V2", {}, True, "IMAGENET1K_V2", 0),
         ("IMAGENET1K_V2", {"model": {"weights": None}}, True, None, 0),  # a resume goes on as the run began
         ("IMAGENET1K_V2", {"model": {"weights": "IMAGENET1K_V2"}}, False, "IMAGENET1K_V2", 0),
+        ("IMAGENET1K_V2", {"model": {"name": "resnet50"}}, False, "IMAGENET1K_V2", 0),
         ("weights.pth", {}, False, "weights.pth", 0),
         (None, {}, False, None, 0),
     ],

@@ -30,6 +30,7 @@ from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.seeding import forked
 from tests.end_to_end.helpers import differing, state_of
 from tests.end_to_end.ranks import run
+from tests.metrics.conftest import gan_run
 from tests.models.helpers import draw
 
 pytestmark = pytest.mark.usefixtures("slim")
@@ -245,6 +246,9 @@ def test_accelerators_compute_maps_that_have_more_bytes_than_images(packed, monk
     monkeypatch.setattr(frozen, "device_of", lambda _: torch.device("cuda"))
     task.frozen._span = None
     assert (task.source(0) is not None) == is_cached
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.all_reduce_max", lambda _: 1)  # another has no memory
+    task.frozen._span = None
+    assert task.source(0) is None
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -311,6 +315,15 @@ def test_synthetic_images_are_read_by_their_own_numbers(packed, tmp_path):
     _, expected = train(config_of(packed, **uncached(variant)), tmp_path / "uncached")
     for one, other in zip(leaves(found), leaves(expected), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_samples_that_a_generator_draws_anew_in_each_epoch_are_not_kept(packed, tmp_path):
+    with Dataset(packed / "train.lmdb") as dataset:
+        generator = gan_run(tmp_path / "gan", classes=list(dataset.classes), side=16)
+    config = config_of(packed, data={"synthetic": {"checkpoint": str(generator), "share": 0.25}})
+    task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
+    assert task.frozen.count == 400
+    assert task.frozen.spans == []
 
 
 @pytest.mark.slow

@@ -60,6 +60,9 @@ def test_its_accuracy_is_of_images_that_it_has_not_seen():
     found = probe.fit(features, labels, 3)
     assert torch.nn.functional.linear(features[:, 0], found.weight, found.bias).argmax(1).eq(labels).all()
     assert found.interval[0] < 1 / 3 < found.interval[1]
+    twins = features[:30, :, :100].repeat_interleave(2, 0), labels[:30].repeat_interleave(2)
+    assert probe.fit(*twins, 3).accuracy > 0.5
+    assert probe.fit(*twins, 3, groups=np.arange(60) // 2).accuracy < 0.5
     easy, of_easy = clusters(spread=0.1)
     assert probe.fit(easy, of_easy, 3).accuracy == 1
 
@@ -98,7 +101,9 @@ def test_classes_are_spread_over_the_folds(monkeypatch):
     features, of_features = clusters()
     for images, expected in ((20, 20), (0, 5 * 3)):  # images beyond are not cross-validated, but fitted to
         monkeypatch.setattr(probe, "WORK", 12 * 3 * images)
-        assert probe.fit(features, of_features, 3).images == expected
+        found = probe.fit(features, of_features, 3)
+        assert found.images == expected
+        assert found.interval == wilson(round(found.accuracy * expected), expected)
 
 
 def test_the_seed_chooses_the_folds_and_the_images_that_are_cross_validated(monkeypatch):

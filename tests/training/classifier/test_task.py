@@ -25,9 +25,10 @@ from duetgan.training.classifier.network import PLACEMENTS
 from duetgan.training.classifier.probe import ProbeSummary
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.errors import UserError
 from duetgan.utils.images import grid
 from duetgan.utils.seeding import forked
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, assert_raises
 from tests.end_to_end.helpers import differing
 from tests.training.classifier.test_frozen import train
 
@@ -70,6 +71,11 @@ def task_of(packed: Path, *overrides: str, **more: Any) -> Any:
     return ClassifierTask(config_of(packed, *overrides, **more), Dataset(packed / "train.lmdb"), None, CPU)
 
 
+def test_early_stopping_needs_validation_images(packed):
+    message = "early_stopping.patience needs validation images; give data.val_path"
+    assert_raises(UserError, message, task_of, packed, early_stopping={"patience": 1})
+
+
 def test_an_epoch_of_unfreezing_is_one_of_the_global_batch(packed, monkeypatch):
     """A process of two computes half of each batch of 24. An epoch has 8 1/3; 15 have 125, to floats a bit more."""
     monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
@@ -84,7 +90,7 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed):
     task = task_of(packed, **FREE)
     loader = make_loader(task.config, task.dataset, CPU)
     for step in range(3):
-        task.step(loader, step)
+        assert {value.dtype for value in task.step(loader, step).values()} == {torch.float32}
     x = task.updater.average(task.model.parameters())
     for found, expected, y in zip(task.ema.model.parameters(), x, task.model.parameters(), strict=True):
         assert torch.equal(found, expected)
@@ -155,6 +161,7 @@ def test_ranks_send_what_the_config_says(packed, monkeypatch, compress):
     hooks = [call(None, replica.bf16_compress_hook)] if compress == "bf16" else []
     assert ddp.return_value.register_comm_hook.call_args_list == hooks
     assert ddp.call_args.kwargs == {"gradient_as_bucket_view": True, "init_sync": True}
+    assert ddp.return_value.broadcast_buffers is False  # statistics of rank 0 would replace those of the others
     averaged: list[Any] = []
     monkeypatch.setattr("duetgan.utils.distributed.collectives.average_", averaged.extend)
     task.replica.average_statistics()
@@ -179,6 +186,12 @@ def test_steps_of_other_kernels_have_other_graphs(packed, monkeypatch):
     assert task.graphs.describe(["update"]).startswith("CUDA graph")
     split = task_of(packed, model=TREE["model"] | {"split": "auto"})
     assert split.graphs.describe(["update"]) == "eager, because model.split uses several devices"
+    off = task_of(packed, graphs="off")
+    assert off.graphs.describe(["update"]) == "eager, because graphs is off"
+    monkeypatch.setattr(replica, "Compiled", compiled := MagicMock())
+    for other, setting in ((split, "off"), (off, "auto")):
+        other.set_up(0)
+        assert compiled.call_args.kwargs["setting"] == setting
     task.set_up(0)
     structures = [task.structure(0)]
     assert task.structure(1) == structures[0]
@@ -258,6 +271,7 @@ def test_weights_that_are_cast_together_give_the_bits_of_autocast(packed, more):
         assert together.dtype == alone.dtype
         assert torch.equal(together, alone)
     assert not any(vars(module).keys() & module._parameters.keys() for module in task.model.modules())  # all are back
+    assert any(module._forward_pre_hooks for module in task.model.modules())  # of widen_narrow_maps
 
 
 def test_batches_are_counted_once_a_pass_unless_the_update_is_masked(packed):

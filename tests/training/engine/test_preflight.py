@@ -219,6 +219,8 @@ def test_a_classifier_needs_two_classes(start, tmp_path, classes):
     file, count = pack(tmp_path / "train.lmdb", [0], classes), len(classes.split())
     told = f"train.lmdb: a classifier needs two classes or more, this file has {count}; pack a folder of class fol"
     assert told in start("--data.path", file, "--data.val-path", file)
+    gap = pack(tmp_path / "gap.lmdb", [0, 2], "cat dog emu")
+    assert "gap.lmdb: class 'dog' has no image; remove it" in start("--data.path", gap, "--data.val-path", gap)
 
 
 def empty_meta(path: Path) -> None:

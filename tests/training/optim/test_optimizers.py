@@ -24,6 +24,7 @@ FREE: list[dict[str, Any]] = [
     {"name": "schedulefree-sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
     {"name": "schedulefree-adamw", "lr": 0.01},
     {"name": "schedulefree-adamw", "lr": 0.01, "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
+    {"name": "schedulefree-adamw", "lr": 0.01, "eps": 0.1},
 ]
 
 
@@ -82,14 +83,14 @@ def test_filters_go_by_muon_and_the_rest_by_adam(layout, decay):
 
     model, other = build().to(memory_format=layout), build()
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "muon_rms": 2.0, "betas": [0.0, 0.9], "beta2_final": 0.99}
-    options |= {"schedule": "one-cycle", "cycle_start": 0.5, "cycle_momentum": [0.9, 0.4]}
+    options |= {"eps": 0.1, "schedule": "one-cycle", "cycle_start": 0.5, "cycle_momentum": [0.9, 0.4]}
     config = OptimizerConfig(name="muon-adam", weight_decay=decay, **options)
     updater = Updater(model, config, Precision("fp32", CPU), 100)
     matrix = other[0].weight.detach().flatten(1).clone()
     muon = torch.optim.Muon([matrix], lr=0.1, momentum=0.5, weight_decay=decay / 10, adjust_lr_fn="match_rms_adamw")
     groups = [{"params": [layer.weight for layer in other[1:]], "weight_decay": decay}]
     groups += [{"params": [layer.bias for layer in other], "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, lr=0.01)
+    adam = torch.optim.AdamW(groups, lr=0.01, eps=0.1)
     for step in range(4):
         for m in (model, other):
             set_gradients(m, step)
