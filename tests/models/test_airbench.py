@@ -83,6 +83,7 @@ def test_logits_are_the_papers_also_folded_and_what_is_refused():
     model = network(channels=1, side=28).eval()
     x = images(2, 1, 28).float()
     torch.testing.assert_close(fold_batchnorm(model)(x), model(x), rtol=1e-4, atol=1e-5)
+    assert [layer.bias is None for layer in network(head="hidden").head[::2]] == [True, False]
     assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
     assert_raises(UserError, r"cannot take images of 8 px: set model\.input_size 9", network, side=8)
     ModelConfig(name="airbench", activation_checkpointing=True).check()

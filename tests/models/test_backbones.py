@@ -78,6 +78,8 @@ def test_logits_are_timms(name):
     stated, colour = theirs.pretrained_cfg, images(160, 3)
     sides = stated["input_size"][1], int(stated["input_size"][1] / stated["crop_pct"])
     assert model.backbone.images_of(name, "x.safetensors") == (*sides, stated["interpolation"])
+    wide = build(name, side="192x160", input_size=160).prepare(torch.zeros(1, 1, 160, 192))
+    assert wide.shape[2:] == ((160, 160) if model.backbone.side else (160, 192))
     prepared = build(name, channels=3, side=160, normalise="imagenet").prepare(colour)
     expected = torchvision.transforms.functional.normalize((colour + 1) / 2, stated["mean"], stated["std"])
     torch.testing.assert_close(prepared, expected)
@@ -95,6 +97,8 @@ def test_every_name_is_described_as_torchvision_builds_it(name):
     assert isinstance(network.get_submodule(backbone.head), nn.Linear)
     assert network.get_submodule(backbone.first).in_channels == 3
     network.get_submodule(backbone.maps)
+    depths = [module.p for module in network.modules() if isinstance(module, torchvision.ops.StochasticDepth)]
+    assert not any(depths)  # their draws would depend on how a batch is divided
 
 
 def test_no_stem_is_the_networks_own():

@@ -134,6 +134,13 @@ def test_output_gradient_is_that_of_a_full_backward(name):
     torch.testing.assert_close(frozen, (output, gradient), rtol=0, atol=0)
 
 
+def test_the_last_call_of_a_layer_counts():
+    layer, x = nn.Linear(3, 3).double(), torch.ones(2, 3, dtype=torch.float64)
+    output, gradient = output_gradient(nn.Sequential(layer, layer), "0", (x,), objective)
+    assert torch.equal(output, layer(layer(x)))
+    assert torch.equal(gradient[:, 1], 2 * output[:, 1])
+
+
 def test_earlier_layers_are_not_differentiated():
     model, x = net(barrier=True), images()
     with pytest.raises(AssertionError, match="an earlier layer"):
@@ -187,7 +194,7 @@ def test_statistics_of_values_that_are_not_finite_or_of_low_precision(values):
     layer = nn.Identity()
     statistics = LayerStatistics({"layer": layer})
     with statistics.watching(scale=1.0):
-        layer(values)
+        layer([values[:2], values[2:]])  # as layers with several outputs
     found = statistics.collect(statistics.packed())
     assert found == {f"layer/activation_{name}": pytest.approx(v, rel=1e-4) for name, v in figures([values]).items()}
     with statistics.watching(scale=1.0):

@@ -27,7 +27,7 @@ INPUTS = draw(2, 4).float(), torch.tensor([0, 2])
 
 
 def gan_content(state, *, config=SIZES, shape=SHAPE, **more):
-    content = {"schema": 1, "task": "gan", "step": 3, "config": {"generator": config, **more}, "classes": list("abc")}
+    content = {"schema": 1, "task": "gan", "step": 3, "config": {"generator": config, **more}, "classes": list("bca")}
     return content | {"shape": shape, "state": state}
 
 
@@ -54,6 +54,9 @@ def test_generator_is_the_average_one():
         assert isinstance(found, Generator)
         assert (found.resolution, found.channels, found.classes, found.z_dim) == (8, 1, 3, 4)
         same_network(found, average, *INPUTS)
+    sets = [[0], [1, 2]]
+    assert generator_from(content | {"sets": sets}, several=True).label_sets == sets
+    assert_raises(UserError, "is of several labels an image", generator_from, content | {"sets": sets})
 
 
 def test_architecture_is_the_one_that_the_config_names():
@@ -70,7 +73,7 @@ def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():
     content = gan_content({"model": live.state_dict(), "model_ema": average.state_dict()})
     found = classifier_from(content | {"task": "classifier", "config": {"model": {"stem": "small-stride2"}}})
     assert (found.resolution, found.channels, found.classes) == (8, 1, 3)
-    assert found.class_names == ("a", "b", "c")
+    assert found.class_names == ("b", "c", "a")
     same_network(found, average, draw(2, 1, 8, 8).float(), tolerance=1e-4)
     assert ModelConfig.model_validate({"split": {"layer3": 1}}).split == "auto"  # a checkpoint of an older version
     with pytest.raises(UserError, match=r"checkpoint's generator: unknown key 'z_dims' \(did you mean 'z_dim'\?\)"):

@@ -23,6 +23,7 @@ from duetgan.models.backbones.base import Backbone
 from duetgan.models.backbones.torchvision import CONVNEXT, RESNET
 from duetgan.models.by_class import describe_match
 from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.restore import fingerprint
 from duetgan.models.weights import (
     TIMEOUT,
     file_hash,
@@ -207,9 +208,11 @@ def test_rows_of_a_head_follow_the_names_of_their_classes(tmp_path, kind, head, 
     if kind == "export":
         path = tmp_path / "x.safetensors"
         write_weights(path, checkpoints.load(checkpoints.resolve(tmp_path / "run")))
+        assert read_state_dict(path)[1].items() >= {"stride": "conv2", "normalise": "symmetric"}.items()
     model = build(path, stem="small", normalise="symmetric", head=head, classes=len(classes))
     before = {name: value.clone() for name, value in model.head.state_dict().items()}
     told = load_pretrained(model, list(classes)).partition("; ")[2]
+    assert model.lineage == Lineage.of(teachers=[fingerprint(average)])
     assert (
         told
         == {
@@ -384,7 +387,7 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub", asked
 
 
-def test_without_a_network_there_is_a_remedy(hub):
+def test_without_a_network_there_is_a_remedy(hub, monkeypatch):
     url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
     told = (
         r"^model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
@@ -392,6 +395,10 @@ def test_without_a_network_there_is_a_remedy(hub):
     )
     assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
     assert hub[1] == [(url, TIMEOUT)]
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.from_main_process", lambda _: "elsewhere.pth")
+    assert find_weights("IMAGENET1K_V2", "resnet50") == Path("elsewhere.pth")  # one rank alone downloads
+    assert module.missing_published(url, "weights") == "elsewhere.pth"
+    assert len(hub[1]) == 1
     assert socket.getdefaulttimeout() is None
 
 
