@@ -21,7 +21,7 @@ from duetgan.commands import COMMANDS
 from duetgan.commands.planning.plan import GAN, LAST, PAIRS, SCRATCH, START, STARTED, TUNED
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.sources import open_source
-from duetgan.utils.config.recipes import recipe_file
+from duetgan.utils.config.recipes import recipe_file, shipped_file
 from tests.faults.conftest import run_command
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import classifier_run
@@ -198,7 +198,10 @@ def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name
     assert recipe_file("other/gan_64.yaml") == "other/gan_64.yaml"
     assert recipe_file("nothing.yaml") == "nothing.yaml"
     assert recipe_file("nothing") == str(ROOT / "duetgan" / "configs" / "nothing.yaml")  # whose refusal names --list
+    assert shipped_file("configs/gan_64.yaml") == str(ROOT / "duetgan" / "configs" / "gan_64.yaml")
+    assert shipped_file("gan_64.yaml") == "gan_64.yaml"
     (tmp_path / "configs").mkdir()
     for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
         own.touch()
     assert recipe_file(name) == name
+    assert shipped_file("configs/gan_64.yaml") == "configs/gan_64.yaml"

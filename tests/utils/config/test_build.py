@@ -106,6 +106,7 @@ def test_command_line_beats_yaml_beats_the_owners_defaults():
     ("tree", "overrides", "expected"),
     [
         ({"inner": {"rate": "1e-3"}}, ["--inner.names", "[p, q]"], {"inner": Inner(rate=0.001, names=["p", "q"])}),
+        ({"inner": {"rate": 0.5}}, ["--inner", "{names: [q]}"], {"inner": Inner(rate=0.5, names=["q"])}),
         ({"path": "x"}, ["--path", "null"], {"path": None}),
         ({"inner": {"rate": 1}}, [], {"inner": Inner(rate=1.0)}),
         ({}, ["--other-inner.rate", "2"], {"other_inner": Inner(rate=2.0)}),

@@ -8,7 +8,15 @@ import pytest
 from annotated_types import Interval
 
 from duetgan.commands import COMMANDS, train
-from duetgan.utils.config.cli import Parser, add_model_options, normalise, number, positive
+from duetgan.utils.config.cli import (
+    Parser,
+    add_model_options,
+    add_table_options,
+    normalise,
+    number,
+    positive,
+    table_words,
+)
 from duetgan.utils.config.model import Count, Stored, Whole
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
@@ -125,6 +133,14 @@ def test_model_options():
     assert (found.checkpoint, found.which, found.device, found.batch_size) == ("runs/x", "best", None, 7)
     assert_raises(UserError, "at least 1", parse.parse_args, ["--checkpoint", "x", "--batch-size", "0"])
     assert_raises(UserError, "--checkpoint", parse.parse_args, [])
+
+
+def test_table_options_are_passed_on_with_the_whole_path_of_their_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parse = Parser(prog="tool")
+    add_table_options(parse)
+    words = table_words(parse.parse_args(["--root", "images", "--label-column", "kind"]))
+    assert words == ["--label-column=kind", f"--root={tmp_path / 'images'}"]
 
 
 def test_rates_to_try_are_above_0_and_the_help_names_the_keys():

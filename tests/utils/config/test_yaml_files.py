@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import yaml
@@ -75,7 +76,13 @@ def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
     assert len(recipe.purpose) <= LENGTH
     for what in ("Needs", "Change first"):
         assert [line for line in head if line.startswith(f"# {what}: ")], what
-    assert build_run_config(read_yaml(path), [], str(path)).task == recipe.task
+    config: Any = build_run_config(read_yaml(path), [], str(path))
+    assert config.task == recipe.task
+    assert config.data.val_path is None or "test" in config.data.val_path
+    assert "test" not in config.data.path
+    if recipe.task == "gan":  # both networks follow one schedule
+        for key in ("schedule", "hold", "final_lr", "beta2_final"):
+            assert getattr(config.generator_optimizer, key) == getattr(config.discriminator_optimizer, key), key
 
 
 def test_all_are_listed_by_task_and_size_without_torch():
