@@ -44,6 +44,9 @@ def test_class_folders(folder, monkeypatch):
     found = survey(str(folder))
     assert found.text() == "images: 20; 2 classes with at least 8 images each; about 20 px, colour"
     assert (found.held_out, found.unreadable, found.seconds) == (0, "", 0.25)
+    monkeypatch.setattr(measure, "DECODED", 3)  # evenly spaced: the first, one in the middle, the last
+    (folder / "dogs" / "7.png").write_bytes(b"no image")
+    assert re.search(r"\b7.png is not an image", survey(str(folder)).unreadable)
     for number in (1, 0):
         (folder / "cats" / f"{number}.png").write_bytes(b"no image")
     assert re.search(r"\b0.png is not an image", survey(str(folder)).unreadable)
@@ -65,6 +68,10 @@ def test_flat_folder_zip_and_csv(tmp_path, folder):
     words = ["--label-column=kind", f"--root={folder}"]
     found = survey(str(table), parser.parse_args(words))
     assert (found.classes, found.options) == (2, words)
+    rows = [f"{row},{('train', 'test')[number % 5 == 0]}" for number, row in enumerate(rows)]
+    table.write_text("\n".join(["path,kind,part", *rows]))
+    found = survey(str(table), parser.parse_args([*words, "--split-column=part"]))
+    assert (found.count, found.held_out, found.classes) == (16, 4, 2)
 
 
 def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeypatch):

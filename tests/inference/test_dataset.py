@@ -134,6 +134,7 @@ def test_it_says_where_it_comes_from(runs, checkpoint):
     for options, told in (
         ({"seed": 4, "truncation_psi": 0.5, "noise_mode": "none"}, f"{where}4, psi 0.5 towards the class mean, noise"),
         ({"truncation_cutoff": 2}, f"{where}0, psi 1, cutoff 2, noise random"),
+        ({"truncation_psi": 0.5, "truncation_cutoff": 0}, "psi 0.5 towards the class mean, cutoff 0, noise random"),
         ({"truncation_psi": -0.25, "truncation_mean": "global"}, "0, psi -0.25 towards the global mean, noise random"),
         ({"numpy_latents": True}, "latents numpy"),
     ):

@@ -211,7 +211,8 @@ def test_images_are_drawn_from_all_classes_and_calibration_sees_others(subjects,
 def test_few_images_are_shared_other_classes_refused_and_unlabelled_ones_not_scored(runs, tmp_path):
     how: Any = {"count": 50, "batch_size": 4, "calibrated": 50}
     few, more = pack(tmp_path / "few.lmdb", count=9), pack(tmp_path / "other.lmdb", seed=4)
-    for ranges, sizes in ((few, [5, 4]), (more, [9, 50])):
+    copy = Path(shutil.copy(few, tmp_path / "copy.lmdb"))  # the same images under another name
+    for ranges, sizes in ((few, [5, 4]), (copy, [5, 4]), (more, [9, 50])):
         with Dataset(few) as reader, Dataset(ranges) as other:
             calibration = reader if ranges == few else other
             subject = classifier_subject(load(resolve(runs["classifier"])), reader, calibration=calibration, **how)
@@ -253,12 +254,16 @@ def test_a_network_comes_back_to_the_bit_from_the_file_alone(runs, tmp_path, nam
 def test_a_stage_and_teachers_are_kept_and_paths_are_not(checkpoint, tmp_path):
     config = {"data": {"path": "/home/me/x.lmdb", "resolution": 8}, "loss": {"classifier": "runs/c"}}
     more = {"stage": [4, 0.5], "teachers": ["sha256:1"], "origin": {"file": "/home/me/runs/a"}}
+    images = [{"step": step, "content_hash": f"hash{step}", "count": 9, "path": "/home/me/x"} for step in (0, 5)]
+    more["data"] = checkpoint["data"] | {"history": images}
     changed = checkpoint | {"config": checkpoint["config"] | config} | more
     write_weights(tmp_path / "x.safetensors", changed)
     found = read_weights(tmp_path / "x.safetensors")
     assert (found["stage"], found["teachers"]) == ([4, 0.5], ["sha256:1"])
     assert found["config"]["data"] == {"resolution": 8}
     assert found["data"]["resize_filter"] == "zero-pad"
+    told = [{key: value for key, value in each.items() if key != "path"} for each in images]
+    assert found["data"]["history"] == told
     text = json.dumps(contents(changed))
     assert "/home" not in text
     assert "runs/c" not in text

@@ -146,8 +146,9 @@ def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypat
     monkeypatch.setattr(Projector, "search", watched)
     options = ["--image", sample_image, "--features", "pixels", "--steps", 2]
     assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "x.png", *options) == 0
-    assert [named[:2] for named in calls] == [("w", False), ("w+", True)]
     assert calls[1][2] is calls[0][3]
+    assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "x.png", *options, "--space", "w+") == 0
+    assert [named[:2] for named in calls] == [("w", False), ("w+", True), ("w+", False)]
 
 
 def test_projection_in_detail(runs, sample_image, tmp_path, generator, capsys, monkeypatch):
