@@ -14,7 +14,7 @@ from duetgan.extras.studies.augment import (
     Augment,
     AugmentConfig,
 )
-from duetgan.extras.studies.images import HELD_OUT, TEST, quickened
+from duetgan.extras.studies.images import HELD_BACK, HELD_OUT, TEST, quickened
 from duetgan.extras.studies.results import Result, Results
 from duetgan.extras.studies.subjects import SUBJECTS, load_subject
 from duetgan.utils.config.build import build
@@ -53,6 +53,10 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert len({config.steps for config in told.values()}) == 1
     assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
     assert told["samples 2"].data.synthetic.share == pytest.approx(2 / 3, abs=1e-6)
+    files = {name: config.data.synthetic.path for name, config in told.items() if config.data.synthetic.on}
+    places = {f"samples {ratio}": f"samples/ratio-{ratio}" for ratio in ("0.25", "0.5", "1", "2")}
+    places |= {UNTRAINED: "untrained-samples/ratio-1", HELD_BACK_ARM: "held-back-real-images/ratio-1"}
+    assert files == {name: str(tmp_path / f"jobs/{place}.lmdb") for name, place in places.items()}
     assert told["class weights"].loss.class_weights == "balanced"
     assert told["balanced sampling"].data.sampling == "balanced"
     assert told[HELD_BACK_ARM].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
@@ -60,6 +64,23 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, asked):
     assert not told[REAL].data.synthetic.on
     assert len({repr(config) for config in told.values()}) == len(told) == 11
     assert told["logit adjustment"].loss.logit_adjustment == 1
+
+
+def test_added_images_are_of_their_source_and_as_many_as_a_ratio_says(tmp_path, monkeypatch):
+    """Rare classes get more: as many as they lack of the largest one's."""
+    drawn = {}
+    monkeypatch.setattr(Augment, "counts", lambda self, part: [60, 30, 10])
+    monkeypatch.setattr(Augment, "draw", lambda self, file, *of: drawn.update({file.parent.name: of}))
+    for tail, counts in ((50, [0, 38, 63]), (1, [34, 34, 34])):
+        subject = Augment(config_of(ratios=[1.0], data={"source": "sample", "long_tail": tail}), tmp_path)
+        for job in subject.jobs[3:6]:
+            job.make(job.place, 7)
+        runs = {
+            "samples": tmp_path / "jobs/generator/run",
+            "untrained-samples": tmp_path / "jobs/untrained-generator/run",
+        }
+        sources = runs | {"held-back-real-images": subject.part(HELD_BACK)}
+        assert drawn == {name: (counts, source, 7) for name, source in sources.items()}
 
 
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():

@@ -10,12 +10,17 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.studies.few_labels import few_labels
 from duetgan.extras.studies.images import HELD_OUT, TEST, TRAIN
 from duetgan.extras.studies.labels import (
+    CONSISTENT,
+    OF_UNTRAINED,
     PSEUDO,
+    RANDOM,
+    READOUT,
+    UNLABELLED,
     Labels,
     LabelsConfig,
     arm_name,
 )
-from duetgan.extras.studies.subject import of_seed
+from duetgan.extras.studies.subject import GENERATOR, UNTRAINED, of_seed
 from duetgan.inference.dataset import predicted_labels
 from duetgan.models.restore import classifier_from
 from duetgan.utils.checkpoint import load, resolve
@@ -78,6 +83,33 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
                 assert (labels[12:] == named[kept]).all() == (kind == "guessed")
         assert result.figures["pseudo_labels"] == len(kept) / 48
         assert result.figures["pseudo_right"] == (named == train.labels())[kept].mean()
+
+
+def test_arms_differ_by_their_files_and_their_discriminator(subject, monkeypatch):
+    """The generators see no label, and a readout of pixels or maps only those of the arm's images."""
+    images, draws = subject.place(UNLABELLED) / "images.lmdb", subject.folder / "runs/4-labels-s3"
+    monkeypatch.setattr(Labels, "judge", lambda self, run: None)
+    readouts: dict[str, Any] = {}
+    monkeypatch.setattr("duetgan.extras.studies.subject.hits_of", lambda *of: readouts.update(last=of) or {})
+    made = {way: made_by(subject, way)[1] for way in (PSEUDO, RANDOM)}
+    assert made == {
+        PSEUDO: {"data.path": str(draws / "guessed.lmdb")},
+        RANDOM: {"data.path": str(draws / "wrong.lmdb")},
+    }
+    labels = np.arange(60) % 3
+    for name, suffix in ((GENERATOR, ""), (UNTRAINED, f", {OF_UNTRAINED}")):
+        (job,) = [job for job in subject.jobs if job.name == name]
+        job.make(job.place, 0)
+        assert subject.notes[job.place.name]["data.path"] == str(images)
+        start = {"model.name": "discriminator", "model.weights": str(job.place / "run"), "unlabelled.path": str(images)}
+        assert made_by(subject, CONSISTENT + suffix)[1] == start | {"data.path": str(draws / "few.lmdb")}
+        for way in (READOUT + suffix, "pixels"):
+            (arm,) = [arm for arm in subject.arms if arm.name == arm_name(4, way)]
+            arm.make(arm.place, 3)
+            training, files, features, labelled = readouts["last"]
+            assert (training, [*files]) == (subject.part(TRAIN), [HELD_OUT, TEST])
+            assert (labelled(labels) == few_labels(labels, 4, 3)).all()
+            assert way == "pixels" or features.keywords["weights"] == job.place / "run"
 
 
 @pytest.mark.slow

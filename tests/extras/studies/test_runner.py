@@ -127,6 +127,14 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
     subject.config = subject.config.changed(data=StudyData(source="sample", seed=1))
     with pytest.raises(UserError, match="has runs with other settings; remove it, or choose another --out"):
         other.run()
+    recipe = tmp_path / "recipe.yaml"
+    edited, subject = study(tmp_path / "edited")
+    subject.config = subject.config.changed(gan=Recipe(config=str(recipe)))
+    recipe.write_text("steps: 6\n")
+    edited.run()
+    recipe.write_text("steps: 7\n")
+    with pytest.raises(UserError, match="has runs with other settings"):
+        edited.run()
 
 
 def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path):

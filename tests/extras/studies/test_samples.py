@@ -1,5 +1,6 @@
 """Samples for a study, and the division of its images."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import read_batch
+from duetgan.extras.studies import images as images_of
 from duetgan.extras.studies.images import (
     HELD_BACK,
     HELD_OUT,
@@ -30,9 +32,10 @@ from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
+from duetgan.utils.seeding import numpy_generator
 from tests.conftest import REPOSITORY
 from tests.inference.conftest import gan_run, styled
-from tests.metrics.conftest import CLASSES
+from tests.metrics.conftest import CLASSES, pack
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,29 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
     pack_arrays(tmp_path / "test.lmdb", test[:1], [1], "abc", overwrite=True)
     with pytest.raises(UserError, match=r"test.lmdb: has no image of a, c; add some"):
         make_parts(data, tmp_path)
+
+
+def test_a_named_data_set_is_packed_at_its_size_and_real_images_are_drawn_by_the_seed(tmp_path, monkeypatch):
+    whole, packed = pack(tmp_path / "whole.lmdb", count=30), {}
+    monkeypatch.setattr(images_of, "open_source", lambda *name, **options: nullcontext((*name, options)))
+    monkeypatch.setattr(
+        images_of, "pack", lambda source, file, **options: packed.update({file.name: (source, options)})
+    )
+    files = images_of._sources(StudyData(source="cifar10", root="x", size=24), tmp_path)
+    options = {"size": 24, "overwrite": True, "duplicates": False}
+    for file, split in zip(files, ("train", "test"), strict=True):
+        assert packed[file.name] == (("cifar10", {"split": split, "root": "x"}), options)
+    for seed in (0, 1):
+        images_of.write_first(whole, [3, 0, 5], tmp_path / "some.lmdb", seed)
+        with Dataset(whole) as source, Dataset(tmp_path / "some.lmdb") as some:
+            rows = []
+            for label, count in ((0, 3), (2, 5)):
+                order = numpy_generator(seed, "study", "real", label).permutation(
+                    np.flatnonzero(source.labels() == label)
+                )
+                rows += order[:count].tolist()
+            for found, expected in zip(some.read(range(8)), source.read(sorted(rows)), strict=True):
+                assert (found == expected).all()
 
 
 def test_overrides_become_options_and_off_stays_off():
