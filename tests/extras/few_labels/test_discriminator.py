@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from duetgan.extras.few_labels.discriminator import Trunk
+from duetgan.extras.few_labels.discriminator import Trunk, load_discriminator
 from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.backbones.base import in_turn
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.models.fast import fold_batchnorm
 from duetgan.models.registry import architecture_of
+from duetgan.utils.checkpoint import resolve
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
+from tests.metrics.conftest import gan_run
 from tests.models.helpers import draw
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -73,6 +75,20 @@ def test_what_is_made_of_a_trained_classifier_takes_it(name):
     torch.testing.assert_close(fold_batchnorm(model)(images), expected)
     torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
     assert image_heat(model, torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.tensor([0, 1])).shape == (2, 4, 4)
+
+
+def test_it_has_seen_all_that_the_gan_has(tmp_path):
+    """The images of its run and of the runs before, and its generator's samples."""
+    discriminator = architecture_of("stylegan2").build(
+        "discriminator", SIZES["stylegan2"], classes=3, resolution=16, channels=1
+    )
+    lineage = {"trained_on": ["earlier"], "synthetic": []}
+    options = {"side": 16, "discriminator": discriminator, "sizes": SIZES["stylegan2"], "lineage": lineage}
+    run = gan_run(tmp_path / "gan", content_hash="f00d", **options)
+    model = classifier("stylegan2", weights=str(run))
+    assert f"weights from {resolve(run)}" in load_discriminator(model)
+    assert model.lineage.trained_on == ["f00d", "earlier"]
+    assert [passport.trained_on for passport in model.lineage.synthetic] == ["f00d"]
 
 
 def test_what_does_not_go_together_is_refused():

@@ -16,6 +16,8 @@ from duetgan.metrics.grad_cam import image_heat
 from duetgan.models.restore import classifier_from
 from duetgan.training.classifier.frozen import image_features
 from duetgan.training.classifier.probe import fit, look_alike_groups, scale_of
+from duetgan.training.classifier.task import ClassifierTask
+from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
@@ -61,6 +63,31 @@ def test_a_run_of_it_is_evaluated_predicts_explains_and_is_exported(few, tmp_pat
     torch.testing.assert_close(torch.from_numpy(logits), model(to_float(images)), rtol=1e-3, atol=1e-3)
 
 
+def test_unlabelled_images_give_the_scale_and_get_labels_that_spread(few, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(ClassifierTask, "begin", lambda task: None)  # fits the probe
+    with Dataset(few / "few.lmdb") as reader, Dataset(few / "all.lmdb") as every:
+        task = task_of(few, reader, spread=0.5)
+        task.begin()
+        (own, labels), (like, _) = (image_features(task.model, images, mirror=False) for images in (reader, every))
+        torch.testing.assert_close(task.feature_scale(), scale_of(like[:, 0]))
+    said = spread_to(like[:, 0], own[:, 0], labels, 10)
+    torch.testing.assert_close(task.unlabelled.propagated_labels, said.float(), rtol=1e-3, atol=1e-4)
+
+
+def task_of(few: Any, dataset: Dataset, **unlabelled: Any) -> Any:  # noqa: F811
+    frozen = {"finetune": {"freeze": ["backbone"], "probe": True}, "steps": 90}
+    config = config_of(few, **frozen, unlabelled={"path": str(few / "all.lmdb")} | unlabelled)
+    return TASKS["classifier"].task(config, dataset, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_unlabelled_images_count_as_seen_and_steps_with_them_read_no_kept_features(few, weight):  # noqa: F811
+    with Dataset(few / "few.lmdb") as labelled, Dataset(few / "all.lmdb") as unlabelled:
+        task = task_of(few, labelled, weight=weight)
+        assert unlabelled.meta.content_hash in task.lineage().trained_on
+    assert bool(task.frozen.spans) is not bool(weight)
+
+
 def run_cli_of(script: Any, *arguments: Any, run: Any) -> int:
     return run_cli(script.main, ["--checkpoint", str(run), *map(str, arguments), "--device", "cpu"])
 
@@ -75,6 +102,7 @@ def model_label(model: Any, images: torch.Tensor, folder: Any) -> str:
     [
         ({"unlabelled": {"path": "all.lmdb", "spread": 0.5}}, "set finetune.probe true"),
         ({"unlabelled": {"path": "all.lmdb"}, "augment": {"mixup": 0.2}}, "leave out augment.mixup"),
+        ({"unlabelled": {"path": "all.lmdb"}, "loss": {"kind": "focal"}}, "learn by cross-entropy of one label"),
     ],
 )
 def test_what_it_is_refused_for(few, more, text):  # noqa: F811
