@@ -10,6 +10,7 @@ from scipy.stats import mannwhitneyu
 from duetgan.commands import evaluate
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.extras.audit import evaluate as audit
 from duetgan.extras.audit.evaluate import audit_score, choose_sides
 from duetgan.extras.audit.membership_inference import TOPS, attack, verdict
 from duetgan.metrics.features import selection
@@ -52,8 +53,28 @@ def audited(run, out, *more):
     return read_json(out / "audit.json")
 
 
-def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys):
+def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys, monkeypatch):
+    searches, copies, nearest, draw = [], {}, audit.nearest, audit.neighbour_images
+
+    def search(*sides):
+        searches.append(nearest(*sides))
+        return searches[-1]
+
+    def drawn(generator, train, shown, *, seed):
+        images, captions = draw(generator, train, shown, seed=seed)
+        copies.update(shown, pictures=images)
+        return images, captions
+
+    monkeypatch.setattr(audit, "nearest", search)
+    monkeypatch.setattr(audit, "neighbour_images", drawn)
     found = audited(run, tmp_path)
+    assert copies["usual_distance"] == float(searches[0].distances[194:].median())  # of held-out images
+    with Dataset(sets["path"]) as reader:
+        for pair, picture in zip(copies["closest"], copies["pictures"], strict=True):
+            image = torch.from_numpy(reader.read([pair["train"]])[0][0])
+            assert torch.equal(picture[..., -SIDE:], image)
+            distance = float((picture[..., :SIDE].double() - image).norm() / 255)
+            assert pair["distance"] == pytest.approx(distance, abs=0.02)
     attack, control = found["attacks"]["generator"], found["controls"]["generator"]
     assert attack["interval"][0] < 0.5
     assert attack["interval"][0] < attack["auc"] < attack["interval"][1]

@@ -83,6 +83,7 @@ def test_a_step_is_a_spread():
     spreads = [float(editor._samples(label).code[:, 0].var(0, correction=0).sum()) for label in (0, 1)]
     assert float(direction.vector.norm()) == pytest.approx((sum(spreads) / 2) ** 0.5)
     assert (editor.probabilities(editor.images(start)).argmax(1) == 0).all()
+    assert not torch.isin(start.code, editor._samples(0).code).any()  # directions are of other samples
 
 
 def test_an_image_arrives_at_the_step_that_was_computed(monkeypatch):

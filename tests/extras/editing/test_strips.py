@@ -16,7 +16,7 @@ from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.seeding import forked
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
-from tests.metrics.conftest import SIDE, make_run
+from tests.metrics.conftest import CLASSES, SIDE, make_run
 from tests.models.helpers import to_uint8
 
 
@@ -114,11 +114,25 @@ def test_a_strip_reports_the_probability_of_the_step_at_which_it_arrives():
         patch.setattr(strips, "_captions", lambda editor, images, *_: ["x"] * len(images))
         made = strips.make_strips(Steps(), [0, 1], Direction(0, 1, torch.zeros(1)))  # type: ignore[arg-type]
     assert [strip.probability for strip in made] == pytest.approx([0.2, 0.4])
+    assert [(strip.arrived, round(strip.step, 6)) for strip in made] == [(True, 0.2), (False, 0.4)]
+    for strip, level in zip(made, (20, 40), strict=True):
+        assert strip.change == pytest.approx(level / 255)
+        found = [int(image.max()) for image in strip.images]
+        assert found == pytest.approx([1.25 * level * column / 6 for column in range(7)], abs=1)
+    words = strips.summary(made, ["a", "b"], Direction(0, 1, torch.zeros(1)))
+    expected = "1 of 2 images arrive, at a mean step of 0.20 and a mean change of pixels of 0.078 (0 to 1)"
+    assert words == f"a to b: {expected}"
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
     monkeypatch.setattr(Editor.__init__, "__defaults__", (6,))  # samples
-    folder = tmp_path / "strips"
+    folder, starts, search = tmp_path / "strips", [], strips.find
+
+    def find(sampler, *image, **options):
+        starts.append(sampler.chosen)
+        return search(sampler, *image, **options)
+
+    monkeypatch.setattr(strips, "find", find)
     base = ["--checkpoint", closed["guide"], closed["image"], tmp_path / "absent.png", "--json", "--steps", 2]
     base += ["--counterfactual", folder]
     assert call(predict, *base, "--generator", closed["gan"]) == 2  # the absent one
@@ -126,6 +140,7 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
     found = first["counterfactual"]
     order = list(first["probabilities"])
     assert (first["label"], found["class"]) == tuple(order[:2])
+    assert starts == [[CLASSES.index(first["label"])]]  # the mean of the image's class
     assert found["image"] == str(folder / "image-counterfactual.png")
     assert 0 < found["pixel_change"] < 1
     assert found["arrived"] == (found["probability"] >= 0.5)
@@ -136,6 +151,13 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
         assert image.size == (8 * (side + 12), side + 42)
         np.testing.assert_array_equal(np.asarray(image)[6 : 6 + side : 14, 6 : 6 + side : 14], np.asarray(given))
     base.remove(tmp_path / "absent.png")
+    Image.fromarray(np.full((SIDE, 2 * SIDE), 255, np.uint8)).save(tmp_path / "wide.png")
+    for mode, corner in (("pad", 0), ("crop", 255)):
+        given = [tmp_path / "wide.png" if part == closed["image"] else part for part in base]
+        assert call(predict, *given, "--generator", closed["gan"], "--resize", mode) == 0
+        capsys.readouterr()
+        with Image.open(folder / "wide-counterfactual.png") as image:
+            assert np.asarray(image)[6, 6] == corner
     other = ["--counterfactual-class", order[2], "--generator", closed["gan"]]
     assert call(predict, *base, *other) == 0
     assert json.loads(capsys.readouterr().out)[0]["counterfactual"]["class"] == order[2]

@@ -1,6 +1,7 @@
 """Films: the image goes where the options say."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,6 +36,11 @@ def test_frames_move_right_and_the_film_ends_where_it_began():
     assert np.abs(frames[1][:, 4:] - still[:, :-4]).mean() < 0.1 * spread < np.abs(frames[1] - still).mean()
     assert np.abs(frames[3][:, :-4] - still[:, 4:]).mean() < 0.1 * spread
     assert torch.equal(network.input.transform, torch.eye(3))
+    films = []  # the motion is that of the whole film, however many samples it visits
+    for sources in ([5], [5, 5]):
+        film = Motion(replace(sampler, sources=sources), 1, 4 // len(sources), (0.25, 0.0), 90.0)
+        films.append(np.stack(list(film)).astype(float))
+    assert np.abs(films[0] - films[1]).max() <= 1
     assert_raises(UserError, "move needs a generator of StyleGAN3", Motion, sampler_of(styled()), 1, 4, (0.0, 0.0), 0.0)
 
 

@@ -12,6 +12,7 @@ from duetgan.extras.stylegan3.filters import Resampler, lowpass
 from duetgan.extras.stylegan3.networks import GeneratorRConfig, GeneratorTConfig, Stylegan3Generator, signals
 from duetgan.models.layers.convolution import penalised
 from duetgan.models.registry import ARCHITECTURES
+from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
 from tests.conftest import assert_raises
@@ -218,6 +219,18 @@ def test_magnitudes_are_those_of_the_global_batch_in_any_micro_batches():
     before[2:] = [0.75 * mean for mean in before[2:]]
     one.update_w_avg(one.w_avg.clone())
     assert all(torch.equal(a, layer.magnitude_ema) for a, layer in zip(before, one.layers, strict=True))
+
+
+def test_magnitudes_are_those_of_all_ranks(monkeypatch):
+    whole, first, second = (build("T", classes=3).train() for _ in range(3))
+    ws = draw(6, whole.num_ws, 6, key="ws")
+    for network, part in ((whole, ws), (first, ws[:2]), (second, ws[2:])):
+        network.synthesis(part, "none")
+    whole.update_w_avg(whole.w_avg)
+    monkeypatch.setattr(collectives, "all_reduce_sum_", lambda squares: squares.add_(second.squares))
+    first.update_w_avg(first.w_avg)
+    for layer, other in zip(whole.layers, first.layers, strict=True):
+        torch.testing.assert_close(layer.magnitude_ema, other.magnitude_ema)
 
 
 def features_square(network, ws):

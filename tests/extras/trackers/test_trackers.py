@@ -4,10 +4,12 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from duetgan.commands.train import main as train
 from duetgan.extras.trackers import trackers as track
@@ -160,7 +162,8 @@ def test_what_a_trackers_package_is_called_with(tmp_path, monkeypatch, name):
     package = MagicMock()
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(track, "require", lambda _: None)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for variable in ("WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(variable, raising=False)
     run = made(tmp_path / "run", saved=4)
     for step in (4, 6):
         save(run, step)
@@ -174,4 +177,18 @@ def test_what_a_trackers_package_is_called_with(tmp_path, monkeypatch, name):
     assert first[key] == second[key] == json.loads((run / "tracker.json").read_text())[name]["id"]
     assert first["resume"] == "allow"
     assert first.get("mode", "offline") == "offline"
+    assert (first["project"], first["config"]) == ("duet", {"task": "gan", "loss": {"r1": 2.0}})
     assert package.init.return_value.finish.call_count == 2
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    track.SESSIONS[name](run, {}, None)
+    last = package.init.call_args.kwargs
+    assert (last.get("mode"), last["project"]) == (("online", "mine") if name == "wandb" else (None, "duet"))
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(("name", "is_main", "count"), [("wandb", True, 1), ("wandb", False, 0), ("none", True, 0)])
+def test_the_main_rank_alone_sends_to_the_tracker_that_is_named(monkeypatch, name, is_main, count):
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.is_main", lambda: is_main)
+    config: Any = SimpleNamespace(log=SimpleNamespace(tracker=name))
+    assert len(track.callbacks(config, torch.device("cpu"))) == count
