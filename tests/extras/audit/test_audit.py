@@ -1,6 +1,7 @@
 """`evaluate.py --audit` on untrained, memorising and overfitted GANs."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,9 @@ def audited(run, out, *more):
 
 
 def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys, monkeypatch):
-    searches, copies, nearest, draw = [], {}, audit.nearest, audit.neighbour_images
+    searches: list[Any] = []
+    copies: dict[str, Any] = {}
+    nearest, draw = audit.nearest, audit.neighbour_images
 
     def search(*sides):
         searches.append(nearest(*sides))

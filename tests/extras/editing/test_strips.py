@@ -153,8 +153,8 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
     base.remove(tmp_path / "absent.png")
     Image.fromarray(np.full((SIDE, 2 * SIDE), 255, np.uint8)).save(tmp_path / "wide.png")
     for mode, corner in (("pad", 0), ("crop", 255)):
-        given = [tmp_path / "wide.png" if part == closed["image"] else part for part in base]
-        assert call(predict, *given, "--generator", closed["gan"], "--resize", mode) == 0
+        words = [tmp_path / "wide.png" if part == closed["image"] else part for part in base]
+        assert call(predict, *words, "--generator", closed["gan"], "--resize", mode) == 0
         capsys.readouterr()
         with Image.open(folder / "wide-counterfactual.png") as image:
             assert np.asarray(image)[6, 6] == corner
