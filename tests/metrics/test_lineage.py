@@ -12,6 +12,7 @@ from duetgan.commands import evaluate
 from duetgan.data.lmdb.format import Split
 from duetgan.data.packing.records import pack_arrays
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics import lineage
 from duetgan.metrics.lineage import (
     TOLERATED,
     data_of,
@@ -98,7 +99,7 @@ def test_a_training_file_at_hand_is_searched_for_test_images(tmp_path, shared, r
         assert unfit(other, reader) == ""
 
 
-def test_a_judge_of_images_in_another_format_or_of_one_label_is_refused(tmp_path, runs, test_reader):
+def test_a_judge_of_images_in_another_format_or_of_one_label_is_refused(tmp_path, runs, test_reader, monkeypatch):
     pixels = np.arange(18 * SIDE**2, dtype=np.uint16).reshape(18, 1, SIDE, SIDE) * 50
     pack_arrays(tmp_path / "deep.lmdb", pixels, np.arange(18) % 3, CLASSES)
     gan, judge = load(resolve(runs["gan"])), str(runs["classifier"])
@@ -107,6 +108,12 @@ def test_a_judge_of_images_in_another_format_or_of_one_label_is_refused(tmp_path
     assert list(judge_for(test_reader).class_names) == CLASSES
     with Dataset(tmp_path / "deep.lmdb") as deep:
         assert_raises(UserError, told, judge_for, deep, option="--judge")
+        network = judge_for(None)
+        network.thresholds = torch.full([3], 0.5)
+        monkeypatch.setattr(lineage, "classifier_from", lambda *_, **__: network)
+        several = told.replace("one label", "several labels")
+        assert_raises(UserError, several, judge_for, deep, option="--judge")
+        monkeypatch.undo()
     object.__setattr__(test_reader.meta, "sets", [[0], [0, 1], [2]])
     assert_raises(UserError, told, judge_for, test_reader, option="--judge")
 

@@ -138,6 +138,8 @@ def test_gans_are_compared_by_their_intervals(tmp_path):
     document = compare([first, other])
     assert rows_of(document) == {}
     assert "--classifier" in document["notes"]["recognised"]
+    other = sampled(tmp_path / "e", 0.75, judge="sha256:2")
+    assert rows_of(compare([first, other])).keys() == found.keys() - {"recognised"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.reporting.pictures import number
 from duetgan.training.base import monitors
 from duetgan.training.engine.checkpoints import CheckpointManager
+from duetgan.training.engine.loop import Loop
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils import checkpoint
 from duetgan.utils.machine import peak_bytes
@@ -353,3 +354,17 @@ def test_every_reported_value(record, folder, tmp_path, capsys):
         assert facts[role]["count"] == meta.count
         assert facts[role]["content_hash"] == meta.content_hash
     check_rows(record, tree, rows, stop)
+
+
+def test_the_wait_for_data_is_at_most_all_of_the_time():
+    """It may begin before the clock's last pause."""
+    loop: Any = SimpleNamespace(
+        task=SimpleNamespace(images_at=lambda step: 8 * step),
+        step=3,
+        images=24,
+        stopwatch=SimpleNamespace(step=1, seconds=lambda: 4.0),
+        loader=SimpleNamespace(wait_seconds=5.0),
+        callbacks=[],
+    )
+    window: Any = SimpleNamespace(means=lambda: {"loss": 2.0})
+    assert Loop._row(loop, window) == {"images": 24, "images_per_second": 4.0, "data_wait": 1.0, "loss": 2.0}

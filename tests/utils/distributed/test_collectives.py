@@ -178,13 +178,13 @@ class FakeWork:
     """A barrier that is complete as soon as somebody has looked whether the others are alive."""
 
     def __init__(self, completes):
-        self.completes, self.looked = completes, False
+        self.completes, self.looked, self.waited = completes, False, False
 
     def is_completed(self):
         return self.looked and self.completes
 
-    def wait(self):
-        pass
+    def wait(self):  # torch raises the error of a barrier that failed
+        self.waited = True
 
 
 @pytest.mark.parametrize("completes", [True, False])
@@ -205,6 +205,7 @@ def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
             collectives.barrier()
     finally:
         collectives.watch_while_waiting(None)
+    assert work.waited is completes
 
 
 @pytest.mark.parametrize(
