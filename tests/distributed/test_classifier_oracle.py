@@ -35,6 +35,8 @@ worker.TREES["classifier-mixture"] = SMALL | EVERYTHING | {"data": {"synthetic":
 worker.TREES["gan-mixture"] = worker.GAN | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.5}}}
 fresh = {"checkpoint": "generator", "share": 0.3}
 worker.TREES["classifier-fresh"] = SMALL | {"data": {"synthetic": fresh}}
+# ranks read parts of the 32 unlabelled images of a step
+worker.TREES["classifier-unlabelled"] = SMALL | {"augment": {"flip": True, "shift": 1}, "unlabelled": {}}
 worker.TREES["classifier-airbench"] = SMALL | {
     "model": {"name": "airbench"},
     "optimizer": {"name": "muon", "lr": 0.1, "unit_filters": True},
@@ -46,7 +48,7 @@ worker.TREES["classifier-local"] = worker.TREES["classifier-everything"] | {"syn
 LOCAL = ("classifier-local:4", "classifier-local:0")  # in one process, on two ranks
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 BOTH = ("everything", "average", "airbench")
-MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "gan-mixture:0"]
+MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "classifier-unlabelled:0", "gan-mixture:0"]
 VARIANTS = {
     1: [f"classifier-{name}:0" for name in (*BOTH, "fixed", "plain")] + ["classifier-fixed:3", LOCAL[0], *MIXTURES],
     2: [f"classifier-{name}:0" for name in BOTH] + ["classifier-fixed:3", LOCAL[1], *MIXTURES],

@@ -87,6 +87,8 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
         tree["data"] = tree["data"] | {"synthetic": synthetic | beside}
     if "loss" in tree and tree["loss"].get("classifier"):
         tree = tree | {"loss": tree["loss"] | {"classifier": str(Path(data).parent / CLASSIFIER)}}
+    if "unlabelled" in tree:
+        tree = tree | {"unlabelled": tree["unlabelled"] | {"path": str(Path(data).parent / "synthetic.lmdb")}}
     config = build_run_config(tree, [], "test")
     reader = open_training(config.data)
     task = TASKS[kind].task(config, reader, None, device)

@@ -19,6 +19,7 @@ from duetgan.training.classifier.probe import fit, look_alike_groups, scale_of
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.tasks import TASKS
 from duetgan.utils.checkpoint import load, resolve
+from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from duetgan.utils.images import save_png
@@ -86,6 +87,19 @@ def test_unlabelled_images_count_as_seen_and_steps_with_them_read_no_kept_featur
         task = task_of(few, labelled, weight=weight)
         assert unlabelled.meta.content_hash in task.lineage().trained_on
     assert bool(task.frozen.spans) is not bool(weight)
+
+
+def test_thresholds_are_those_of_the_global_batch(few, monkeypatch):  # noqa: F811
+    """Of two ranks with two images each."""
+    probabilities = torch.rand(4, 10, generator=torch.Generator().manual_seed(0)).mul(5).softmax(1)
+    confidences = probabilities.amax(1)
+    with Dataset(few / "few.lmdb") as labelled:
+        whole, rank = (task_of(few, labelled).stream for _ in range(2))
+    expected = whole._thresholds(probabilities, confidences)
+    other = torch.cat([probabilities[2:].mean(0), confidences[2:].mean()[None]])
+    monkeypatch.setattr(collectives, "average_", lambda tensors: [tensor.lerp_(other, 0.5) for tensor in tensors])
+    torch.testing.assert_close(rank._thresholds(probabilities[:2], confidences[:2]), expected)
+    torch.testing.assert_close(rank.means, whole.means)
 
 
 def run_cli_of(script: Any, *arguments: Any, run: Any) -> int:
