@@ -190,6 +190,11 @@ def test_installed_plug_ins_are_imported(tmp_path, monkeypatch):
     digest = hashlib.sha256(own.read_bytes()).hexdigest()
     assert plugins.load(["own_module", "own_folder"]) == {"own_module": digest, "own_folder": ""}
     assert plugins.load([str(own)]) == {str(own): digest}
+    (tmp_path / "other").mkdir()
+    namesake = tmp_path / "other" / own.name
+    namesake.write_text(module.read_text())
+    plugins.load([str(namesake)])
+    assert (tmp_path / "other" / "imported").exists()
     (about / "entry_points.txt").write_text("[duetgan.plugins]\nlosses = missing_plug_in\n")
     with pytest.raises(plugins.UserError, match=r"plug-in losses \(missing_plug_in\): ModuleNotFoundError"):
         plugins.load()

@@ -98,6 +98,9 @@ def test_a_plain_file_gives_torchvisions_outputs_and_none_nothing(file, donor):
         lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
         lambda state: {"state_dict": {f"model.{k}": v for k, v in state.items()}},
         lambda state: {f"network.{k}": v for k, v in state.items()},
+        # of a classifier of Duet that is calibrated, and of one for several labels
+        lambda state: {f"network.{k}": v for k, v in state.items()} | {"temperature": torch.ones(())},
+        lambda state: {f"network.{k}": v for k, v in state.items()} | {"thresholds": torch.ones(5)},
         lambda state: {
             "model": {"state_dict": {k: nn.Parameter(v) if v.is_floating_point() else v for k, v in state.items()}}
         },

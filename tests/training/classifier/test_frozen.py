@@ -251,6 +251,21 @@ def test_accelerators_compute_maps_that_have_more_bytes_than_images(packed, monk
     assert task.source(0) is None
 
 
+def test_processes_compute_the_blocks_in_turn(packed, monkeypatch):
+    """Of five blocks, the second of two processes has nothing to do in the last round."""
+    monkeypatch.setattr(frozen, "BLOCK", 48)
+    config = config_of(packed)
+    task = ClassifierTask(config, open_training(config.data), None, torch.device("cpu"))
+    expected = list(task.frozen._parts(5))
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 2)
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.gather_objects", lambda value, **_: [value])
+    for rank, count in ((0, 3), (1, 2)):
+        monkeypatch.setattr("duetgan.utils.distributed.collectives.rank", lambda rank=rank: rank)
+        computed = list(task.frozen._parts(5))
+        assert len(computed) == count
+        assert all(map(torch.equal, computed, expected[rank::2]))
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_one_process_shows_a_bar_of_all_images(packed, monkeypatch, is_main):
     shown: list[dict[str, Any]] = []
