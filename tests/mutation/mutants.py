@@ -16,6 +16,7 @@ NEUTRAL_KEYWORDS = {
     "pin_memory", "stacklevel", "strict",
 }  # fmt: skip
 NEUTRAL_CALLS = {"cast", "TypeVar", "NewType", "filterwarnings"}
+COMMUTATIVE = {"max", "min"}
 ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div,
     ast.Mod: ast.Mult, ast.Pow: ast.Mult,
@@ -238,7 +239,7 @@ class _Finder:
         if node.args and not isinstance(node.args[-1], ast.Starred) and self._has_default(function, node):
             yield ast.Call(node.func, node.args[:-1], node.keywords), "drop argument"
         for first in range(len(node.args) - 1):
-            if _same_form(node.args[first], node.args[first + 1]):
+            if function not in COMMUTATIVE and _same_form(node.args[first], node.args[first + 1]):
                 swapped = list(node.args)
                 swapped[first], swapped[first + 1] = swapped[first + 1], swapped[first]
                 yield ast.Call(node.func, swapped, node.keywords), "swap arguments"

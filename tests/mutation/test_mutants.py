@@ -42,6 +42,7 @@ def changes(tmp_path, source):
         ("act(a, third=b)", {("removed statement", "pass"), ("drop keyword", "(act(a))")}),
         ("x = act(a, third=3)", {("constant", "x = act(a, third=4)")}),  # its default
         ("x = act(a, b)", {("drop argument", "x = (act(a))"), ("swap arguments", "x = (act(b, a))")}),
+        ("x = max(a, b)", set()),
         ("x = call(a, strict=b)", set()),
         ("x = a.steps", {("other attribute", "x = (a.images)")}),
         ("x = a.detach()", {("removed detach", "x = a")}),
