@@ -6,7 +6,7 @@ adaptive augmentation does to an image at a given strength are inputs; everythin
 
 import copy
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +97,9 @@ class GanReference:
         self.p, self.signs, self.counted = float(self.tree["ada"]["p"]), 0.0, 0
         kimg = tree.get("schedule_kimg")
         self.over = self.stage(self.steps).seen if kimg is None else kimg * 1000
-        length = self.steps if kimg is None else round(kimg * 1000 / self.batch)
+        length = self.steps
+        if kimg is not None:
+            length = next(step for step in count() if self.stage(step).seen + self.stage(step).batch / 2 > self.over)
         self.g_optimizer, self.d_optimizer = (
             Optimizer(dict(network.named_parameters()), self.tree[f"{name}_optimizer"], length, self.batch)
             for name, network in (("generator", self.g), ("discriminator", self.d))

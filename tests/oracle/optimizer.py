@@ -71,7 +71,7 @@ class Optimizer:
             return lr
         begin = max(warm, given["hold"] * self.steps)
         done = max(0.0, (step - begin) / (self.steps - begin))
-        left = 1 - done if given["schedule"] == "linear" else half_cosine(1, 0, done)
+        left = max(0.0, 1 - done) if given["schedule"] == "linear" else half_cosine(1, 0, done)
         return lr * (given["final_lr"] + (1 - given["final_lr"]) * left)
 
     def _cycle(self, step: int, rise: float, low: float, high: float, end: float) -> float:

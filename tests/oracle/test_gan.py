@@ -68,7 +68,8 @@ TREES: dict[str, dict[str, Any]] = {
     | {"augment": {"flip": True, "shift": 1}},
     "hinge": STYLEGAN2
     | {"loss": EVERYTHING | {"objective": "hinge", "feature_matching_group": 3}, "generator_optimizer": SGD}
-    | {"schedule_kimg": 0.055, "data": {"sampling": "balanced"}},  # 4.6 updates
+    | {"schedule_kimg": 0.055, "data": {"sampling": "balanced"}}  # 4.6 updates
+    | {"ada": {"mode": "scheduled", "p": 0.1, "p_final": 0.7}},
     "wasserstein": STYLEGAN2
     | {"loss": EVERYTHING | {"objective": "wasserstein"}, "discriminator_optimizer": CYCLE}
     | {"data": {"class_rates": {"b": 3.0}}},
@@ -93,7 +94,7 @@ TREES: dict[str, dict[str, Any]] = {
     "growing": STYLEGAN2 | {"loss": EVERYTHING, "progressive": GROWTH},
     "growing-on": STYLEGAN2
     | {"loss": SHARED, "progressive": GROWTH | {"reset_optimizer": False}, "ada": ADAPTIVE}
-    | {"ema": {"ema_rampup": None}},
+    | {"ema": {"ema_rampup": None}, "schedule_kimg": 0.068},  # 5.3 updates, one of another batch
     "r3gan": COMMON
     | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3, "loss": PAIRS | NO_STYLES}
     | {"ada": {"mode": "scheduled", "p": 0.1, "p_final": 0.7}},

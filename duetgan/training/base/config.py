@@ -270,9 +270,8 @@ class RunConfig(Config):
         """
         return [(0, ImageSpec.of(1, resolution).side, self.batch_size)]
 
-    @property
-    def schedule_steps(self) -> int:
-        """Number of steps over which learning rates go from their initial to their final value."""
+    def schedule_steps(self, resolution: int | str) -> int:
+        """Return the number of steps in which learning rates reach their final values."""
         return self.steps
 
     @property

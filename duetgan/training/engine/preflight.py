@@ -99,7 +99,7 @@ def plan_rows(
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(
-                section, config.schedule_steps, config.batch_size
+                section, config.schedule_steps(dataset.resolution), config.batch_size
             )
     rows |= task.describe()
     for name, (network, _) in task.networks().items():

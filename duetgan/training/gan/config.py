@@ -226,11 +226,10 @@ class GanConfig(RunConfig):
             return self.stages(resolution).images_at(self.steps)
         return max(1, round(self.schedule_kimg * 1000))
 
-    @property
-    def schedule_steps(self) -> int:
+    def schedule_steps(self, resolution: int | str) -> int:
         if self.schedule_kimg is None:
             return self.steps
-        return max(1, round(self.schedule_kimg * 1000 / self.batch_size))
+        return self.stages(resolution).steps_of(self.schedule_images(resolution))
 
     @property
     def batches_per_step(self) -> int:

@@ -114,6 +114,12 @@ class Stages:
         stage = self.all[self._number(step)]
         return stage.first_image + (step - stage.first_step) * stage.batch_size
 
+    def steps_of(self, images: int) -> int:
+        """Return the number of steps that see about `images` training images, at least 1."""
+        number = bisect_right(self.all, images, key=lambda stage: stage.first_image) - 1
+        stage = self.all[number]
+        return max(1, stage.first_step + round((images - stage.first_image) / stage.batch_size))
+
     def describe(self) -> list[str]:
         """Return lines for the printed plan, one for each stage; an empty list without growth.
 

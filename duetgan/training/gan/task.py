@@ -60,7 +60,7 @@ class GanTask(Task):
         self.shape = config.shape(dataset)
         fused.setting = config.kernels
         # The classes must agree because an evaluation draws samples with the validation labels.
-        if val_dataset is not None and val_dataset.classes and self.shape["classes"]:
+        if val_dataset is not None and self.shape["classes"]:
             check_same_classes(config.data, dataset, val_dataset)
         self.generator, self.discriminator = build_networks(config, dataset, device)
         self.ema = EMA(self.generator, buffers="copy")
@@ -98,7 +98,7 @@ class GanTask(Task):
             network,
             optimizer,
             self.precision,
-            self.config.schedule_steps,
+            self.config.schedule_steps(self.dataset.resolution),
             growing=self.stages.growing,
             compress=self.config.distributed.compress,
         )

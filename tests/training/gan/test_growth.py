@@ -158,7 +158,12 @@ def test_batches_and_schedules_have_a_least_length():
     assert GanConfig(**groups).smallest_batch == 30
     for kimg, steps, images in ((None, 40, 480), (0.055, 5, 55), (1e-6, 1, 1)):
         config = GanConfig(steps=40, batch_size=12, schedule_kimg=kimg)
-        assert (config.schedule_steps, config.schedule_images(32)) == (steps, images)
+        assert (config.schedule_steps(32), config.schedule_images(32)) == (steps, images)
+    progressive = ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50})
+    for kimg, steps in ((0.5, 50), (1.0, 100), (2.0, 120), (2.6, 132), (3.0, 172)):
+        config = GanConfig(progressive=progressive, steps=200, batch_size=10, schedule_kimg=kimg)
+        assert config.schedule_steps(32) == steps
+        assert config.stages(32).images_at(steps) == config.schedule_images(32)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +176,7 @@ def test_batches_and_schedules_have_a_least_length():
         (1, {"discriminator": {"minibatch_std_group": 16}}, r"^batch_size 24 .*group 16 does not divide 24"),
         (1, {"micro_batch": 2}, r"^batch_size 64 .*minibatch_std_group 4 does not divide 2 "),
         (1, {"loss": {"feature_matching_weight": 1, "feature_matching_group": 3}}, r"_group 3 does not divide 64"),
+        (1, {"micro_batch": 4, "loss": {"feature_matching_weight": 1}}, r"feature_matching_group 8 does not divide 4 "),
         (8, {"loss": {"path_length_weight": 2}}, r"loss\.path_length_weight .* 2 does not divide 3 samples"),
         (2, {"micro_batch": 4, "loss": {"path_length_weight": 2}}, None),
         (6, {"micro_batch": 16, "progressive": {}}, None),  # 4 samples in one pass
