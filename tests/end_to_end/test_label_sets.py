@@ -17,9 +17,10 @@ from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.features.selection import select
 from duetgan.metrics.intervals import wilson
 from duetgan.metrics.samples.frechet import frechet_distance
-from duetgan.models.restore import classifier_from, generator_from, read
-from duetgan.utils.checkpoint import resolve
+from duetgan.models.restore import classifier_from, discriminator_from, generator_from, read
+from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.distributed.process import run_cli
+from tests.end_to_end.helpers import rows
 from tests.metrics.trained import assert_pixels, pictures, samples_of, to_float
 
 __all__ = ["pictures"]  # a fixture
@@ -87,6 +88,17 @@ def test_every_combination_is_drawn_from_its_own_vector(run):
     assert not torch.equal(images[0], alone[0])
     with pytest.raises(duetgan.UserError, match="no class 'dot; ring'"):
         model.sample(1, classes="dot; ring")
+
+
+def test_held_out_images_are_judged_with_their_own_files_sets(folder, run):
+    checkpoint = load(resolve(run))
+    discriminator = discriminator_from(checkpoint, torch.device("cpu"))
+    with Dataset(folder / "val.lmdb") as data, torch.no_grad():
+        images, labels = data.read(range(24))
+        hot = torch.tensor([[float(place in SETS["val"][label]) for place in range(3)] for label in labels])
+        expected = discriminator(to_float(torch.from_numpy(images)), hot).mean()
+    found = [row["val/logits/held_out"] for row in rows(run) if "val/logits/held_out" in row]
+    assert found[-1] == pytest.approx(float(expected), rel=1e-4)
 
 
 def of_labels(values: Any) -> dict[str, Any]:

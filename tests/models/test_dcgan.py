@@ -108,6 +108,25 @@ def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
         assert estimate(layer) == pytest.approx(largest(layer), rel=0.15)
 
 
+def test_bf16_between_the_first_and_the_last_layer_and_norms_in_fp32():
+    generator, discriminator = (network.float() for network in networks())
+    z, images, labels = draw(4, 6).float(), draw(4, 1, 16, 16).float(), torch.tensor([0, 2, 1, 1])
+    seen: dict[str, torch.dtype] = {}
+    for name, layer in (*generator.named_modules(), *discriminator.named_modules()):
+        layer.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output.dtype}))
+    expected = generator(z, labels), discriminator(images, labels)
+    layer = discriminator.layers[2]
+    weight = layer.weight * (layer.gain / (layer.u @ layer.weight.flatten(1) @ layer.v))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, x = (generator(z, labels), discriminator(images, labels)), discriminator.layers[:2](images)
+        assert layer(x).equal(F.conv2d(x, weight, layer.bias, stride=2, padding=1))
+    for reduced, full in zip(found, expected, strict=True):
+        assert reduced.dtype == torch.float32
+        assert 0 < (reduced - full).norm() / full.norm() < 0.03
+    inside = {name for name, dtype in seen.items() if dtype == torch.bfloat16}
+    assert inside == {"blocks.0", "blocks.1", "layers", *(f"layers.{number}" for number in range(10))}
+
+
 def test_the_slope_of_the_logits_is_bounded_and_widths_double_towards_4_px():
     discriminator = networks(classes=0)[1]
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64, requires_grad=True)
@@ -116,6 +135,7 @@ def test_the_slope_of_the_logits_is_bounded_and_widths_double_towards_4_px():
     assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2 * dcgan.GAIN**5
     assert dcgan.DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
     assert dcgan.DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
+    assert dcgan.DcganConfig(width=64, width_max=200).widths(64) == [200, 200, 200, 128, 64]
     for sizes in ({"width": 0}, {"width_max": 0}):
         with pytest.raises(UserError, match="must be"):
             dcgan.DcganConfig(**sizes)

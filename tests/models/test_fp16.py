@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from duetgan.models.growing import GrowingDiscriminator
 from duetgan.models.layers.fp16 import Fp16Config, LayerPrecision
-from duetgan.models.layers.stylegan2 import DiscriminatorBlock
+from duetgan.models.layers.stylegan2 import DiscriminatorBlock, FromRGB
 from duetgan.models.stylegan2 import StyledLayer, ToRGB
 from tests.models import test_discriminator, test_generator
 from tests.models.helpers import draw, randomised, styled
@@ -35,17 +36,21 @@ def error(found, expected):
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def dtypes(network, layers, run):
-    """The output dtypes of `layers` (name -> module) while `run` runs the network."""
+def outputs(layers, run, look):
+    """`look` at the outputs of `layers` (name -> module) while `run` runs their network."""
     seen = {}
     hooks = [
-        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out.dtype}))
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: look(out)}))
         for name, layer in layers.items()
     ]
     run()
     for hook in hooks:
         hook.remove()
     return seen
+
+
+def dtypes(layers, run):
+    return outputs(layers, run, lambda output: output.dtype)
 
 
 @pytest.mark.parametrize("resolutions", [1, 4])
@@ -67,11 +72,11 @@ def test_only_the_largest_resolutions_run_in_fp16(resolutions, lowest):
     expected: dict[Any, Any] = {size: FP16 if size >= lowest else FP32 for size in (4, 8, 16, 32)}
     layers: dict[Any, Any] = {size: block.second for size, block in zip(expected, generator.blocks, strict=True)}
     with fp16():
-        assert dtypes(generator, layers, lambda: generator(draw(1, 8).float())) == expected
+        assert dtypes(layers, lambda: generator(draw(1, 8).float())) == expected
     layers = {size: block.second for size, block in zip([32, 16, 8], network.blocks, strict=True)}
     layers |= {"rgb": network.from_rgb, 4: network.last_conv, "hidden": network.last_linear}
     with fp16():
-        found = dtypes(network, layers, lambda: network(draw(2, 1, 32, 32).float()))
+        found = dtypes(layers, lambda: network(draw(2, 1, 32, 32).float()))
     assert found == expected | {"rgb": expected[32], "hidden": FP32}
     growing = build_discriminator(32, channels=1, fp16_resolutions=resolutions, kind=GrowingDiscriminator)
     inputs = {32: growing.from_rgb} | {int(size): layer for size, layer in growing.from_rgbs.items()}
@@ -80,7 +85,7 @@ def test_only_the_largest_resolutions_run_in_fp16(resolutions, lowest):
         images = draw(2, 1, size, size).float()
         layers = {side: inputs[side] for side in (size, size // 2)}
         with fp16():
-            found = dtypes(growing, layers, lambda images=images: growing(images))
+            found = dtypes(layers, lambda images=images: growing(images))
         assert found == {side: expected[side] for side in layers}
 
 
@@ -191,6 +196,11 @@ def test_p3_the_clamp_acts_in_every_precision_where_that_is_asked_for():
         assert not always(inputs).equal(plain(inputs))
         free = build(clamp_always=True, conv_clamp=None)
         assert free(inputs).equal(plain(inputs))
+        layers = {
+            name: part for name, part in always.named_modules() if isinstance(part, (StyledLayer, ToRGB, FromRGB))
+        }
+        largest = outputs(layers, partial(always, inputs), lambda output: float(output.detach().abs().max()))
+        assert largest == dict.fromkeys(layers, 0.5)
     last = build_discriminator(conv_clamp=1e-3, clamp_always=True)
     taken = []
     last.last_linear.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))

@@ -5,6 +5,7 @@ import re
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -200,6 +201,15 @@ def test_a_device_whose_kernels_fail_runs_plain_code_and_the_plan_says_so(monkey
     assert fused.describe(CUDA) == "plain, because kernels is off"
     monkeypatch.undo()
     fused.problem.cache_clear()
+
+
+def test_kernels_are_used_on_cuda_unless_they_are_off(monkeypatch):
+    monkeypatch.setattr(fused, "Tensor", SimpleNamespace)  # stands for a tensor's class
+    for setting, is_cuda, expected in (("auto", True, True), ("auto", False, False), ("off", True, False)):
+        monkeypatch.setattr(fused, "setting", setting)
+        image: Any = SimpleNamespace(is_cuda=is_cuda)
+        assert fused.can_use(image) is expected
+    assert not fused.can_use(torch.ones(1))  # another class
 
 
 # --- without a GPU, but with its compiler

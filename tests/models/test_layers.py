@@ -1,5 +1,7 @@
 """The layers of both models: equalised, modulated, resampling, and BatchNorm in one process."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -299,6 +303,79 @@ def test_alone_it_is_batchnorm(momentum, affine, monkeypatch):
         values += [output, x.grad]
     torch.testing.assert_close(values, found[1][:-1])
     torch.testing.assert_close(dict(layer.state_dict()), dict(layers[1].state_dict()))
+
+
+class Formulas:
+    """torch's CUDA kernels of BatchNorm."""
+
+    @staticmethod
+    def batch_norm_stats(x, eps):
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        return mean, (variance + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_gather_stats_with_counts(_x, means, deviations, running_mean, running_var, momentum, eps, counts):
+        n, fractions = counts.sum(), (counts / counts.sum())[:, None]
+        mean = (fractions * means).sum(0)
+        variance = (fractions * (deviations**-2 - eps + means**2)).sum(0) - mean**2
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(variance * n / (n - 1), momentum)
+        return mean, (variance + eps).rsqrt()
+
+    @staticmethod
+    def batch_norm_elemt(x, weight, bias, mean, deviation, eps):
+        return F.batch_norm(x, mean, deviation**-2 - eps, weight, bias, eps=eps)
+
+    @staticmethod
+    def batch_norm_backward_reduce(grad, x, mean, deviation, _weight, _for_x, for_weight, for_bias):
+        total, products = grad.sum((0, 2, 3)), (grad * (x - mean[:, None, None])).sum((0, 2, 3))
+        return total, products, products * deviation if for_weight else None, total if for_bias else None
+
+    @staticmethod
+    def batch_norm_backward_elemt(grad, x, mean, deviation, weight, total, products, counts):
+        slope = products * deviation**2 / counts.sum()
+        gain = deviation if weight is None else deviation * weight
+        centred = grad - (total / counts.sum())[:, None, None] - (x - mean[:, None, None]) * slope[:, None, None]
+        return centred * gain[:, None, None]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", [CPUSyncBatchNorm2d, SyncBatchNorm2d])
+def test_two_ranks_of_different_sizes_are_one(kind, affine, monkeypatch):
+    """Threads in place of processes."""
+    barrier, sent = threading.Barrier(2, timeout=10), {}
+
+    def perform(operation: Any) -> None:
+        sent[threading.get_ident()] = operation.args[-1].clone()
+        barrier.wait()
+        everyone = torch.stack(list(sent.values()))
+        barrier.wait()
+        operation.args[0].copy_(everyone.sum(0) if operation.func is dist.all_reduce else everyone.flatten())
+
+    for name in (name for name in vars(Formulas) if name.startswith("batch_norm")):
+        monkeypatch.setattr(torch, name, getattr(Formulas, name))
+    monkeypatch.setattr(batchnorm, "perform", perform)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    whole, *ranks = (each(3, eps=0.1, momentum=0.3, affine=affine).double() for each in (nn.BatchNorm2d, kind, kind))
+    randomised(whole)
+    x, outer = draw(8, 3, 2, 2), draw(8, 3, 2, 2, key="outer")
+
+    def train(layer: Any, rows: slice) -> list[torch.Tensor]:
+        images = x[rows].clone().requires_grad_()
+        output = layer(images)
+        output.backward(outer[rows])
+        return [output.detach(), images.grad]
+
+    for layer in ranks:
+        layer.load_state_dict(whole.state_dict())
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(train, ranks, [slice(0, 3), slice(3, 8)]))
+    torch.testing.assert_close([torch.cat(parts) for parts in zip(*found, strict=True)], train(whole, slice(0, 8)))
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(sum(getattr(layer, name).grad for layer in ranks), parameter.grad)
+    for layer in ranks:
+        torch.testing.assert_close(dict(layer.named_buffers()), dict(whole.named_buffers()))
 
 
 def test_accelerators_get_torchs_kernels():

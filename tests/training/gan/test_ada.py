@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from duetgan.training.gan.ada import Ada, AdaConfig
-from duetgan.training.gan.ada.operations import DRAWS, Draws, colour_matrix, recolour
+from duetgan.training.gan.ada.operations import (
+    DRAWS,
+    Draws,
+    blit_inverse,
+    colour_matrix,
+    geometry_inverse,
+    move,
+    recolour,
+)
 from duetgan.utils.seeding import generator
 from tests.end_to_end.helpers import differing
 from tests.training.gan.ada_oracle import random
@@ -115,6 +123,12 @@ def test_multipliers_of_p():
     assert changed((found == 0).flatten(1).any(1)) == pytest.approx(0.2, abs=4 * math.sqrt(0.16 / 4000))
     noisy = ((found != 1) & (found != 0)).flatten(1).any(1)
     assert changed(noisy) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 4000))
+    ada, images = build(p=0.5, operations={"blit": 0.2, "geometry": 0.8}), random(40, 3, 8, 8)
+    draws = ada.draw(0, "real", (8, 8), 40)
+    groups = {name: group.rows(slice(0, 40), images.dtype) for name, group in draws.items()}
+    blit = blit_inverse(groups["blit"], torch.tensor(0.1), (8, 8))
+    geometry = geometry_inverse(groups["geometry"], torch.tensor(0.4), (8, 8))
+    assert torch.equal(ada.apply(images, draws, slice(0, 40)), move(images, blit, geometry))
 
 
 def test_switched_off_it_does_nothing():

@@ -109,6 +109,9 @@ def test_tiny_gradients_of_fp16_and_no_slope_at_all():
     assert losses.squared_gradient_norm(logits(), images).eq(0).all()
     scaled = losses.squared_gradient_norm(logits(), images, 2.0**14)
     torch.testing.assert_close(scaled, torch.full((2,), 1e-16), rtol=0.02, atol=0)
+    images = torch.full((2, 1, 64, 64), 0.5, dtype=torch.float16, requires_grad=True)
+    penalty = losses.gradient_penalty(logits(), images, 2.0**14)  # of a norm of 64e-8
+    torch.testing.assert_close(1 - penalty, torch.full((2,), 1.28e-6), rtol=0.1, atol=0)
     images = draw(4, 2, 3, 3).requires_grad_()
     factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     flat = losses.gradient_penalty((factor * 0 * images).sum(dim=(1, 2, 3)), images)

@@ -67,6 +67,7 @@ class Run:
 
     def step(self):
         metrics = self.task.step(self.loader, self.count)
+        assert {value.dtype for value in metrics.values()} == {torch.float32}  # in every precision
         self.count += 1
         return {name: float(value) for name, value in metrics.items()}
 
@@ -220,6 +221,7 @@ def test_what_does_not_go_together_is_refused():
         (R3GAN | {"progressive": {"start": 8}}, "r3gan cannot grow"),
         (GAN | {"loss": {"objective": "relativistic", "mismatch_weight": 0.5}}, "mismatch_weight"),
         (GAN | {"loss": {"objective": "relativistic"}, "ada": {"mode": "adaptive"}}, "adaptive reads the sign"),
+        (GAN | {"loss": WASSERSTEIN, "ada": {"mode": "adaptive"}}, "adaptive reads the sign"),
         (GAN | {"loss": {"auxiliary_fakes": True}}, "loss.auxiliary_fakes is of the head"),
         (GAN | {"loss": {"feature_matching_group": 1}}, "feature_matching_group"),
         (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
