@@ -211,9 +211,11 @@ def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_pat
             main([*argv, "--dir", str(tmp_path)])
 
 
-def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
+def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(steps, "call", lambda command: 2)
-    assert main(["--dir", str(tmp_path)]) == 2
+    for options, more in (([], ", then measuring the speed of this machine"), (["--quick"], "")):
+        assert main(["--dir", str(tmp_path), *options]) == 2
+        assert capsys.readouterr().out.splitlines()[0] == f"reading some images of the source 'sample'{more}"
 
 
 @pytest.fixture
