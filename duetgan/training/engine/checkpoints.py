@@ -29,7 +29,7 @@ from duetgan.utils.checkpoint.provenance import Lineage, join, recorded
 from duetgan.utils.checkpoint.writer import Snapshot
 from duetgan.utils.config.build import to_tree
 from duetgan.utils.distributed import collectives
-from duetgan.utils.errors import TrainingHalted
+from duetgan.utils.errors import TrainingHalted, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from duetgan.utils.runlog.run_log import say
 from duetgan.utils.runlog.versions import versions
@@ -178,7 +178,20 @@ class CheckpointManager:
             with suppress(OSError):
                 is_best = self._best_step == self.saved_step
                 self._point(Path(path), content.get("figure", {}), self.saved_step, is_best)
+                self._renew_best()
         return content
+
+    def _renew_best(self) -> None:
+        """Point `best.json` at the best checkpoint if it names none.
+
+        It may have named a later checkpoint, which `restore` has deleted.
+        """
+        folder = self.folder.checkpoints
+        path = folder / checkpoints.file_name(max(0, self._best_step))
+        if self._best_step < 0 or not path.is_file() or checkpoints.pointer(folder, "best"):
+            return
+        with suppress(UserError):  # The file is damaged.
+            checkpoints.point(folder, "best", path, **checkpoints.load(path).get("figure", {}))
 
     def _find(self, up_to: int | None) -> str | None:
         """Return the path of the newest readable checkpoint up to step `up_to`; delete later ones.

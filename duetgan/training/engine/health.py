@@ -20,6 +20,7 @@ from duetgan.utils.distributed import collectives
 from duetgan.utils.distributed.heartbeat import Heartbeat, silent_ranks
 from duetgan.utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from duetgan.utils.errors import Expected, TrainingHalted
+from duetgan.utils.image_spec import ImageSpec
 from duetgan.utils.machine import ran_out
 from duetgan.utils.runlog.run_folder import RunFolder
 
@@ -121,11 +122,15 @@ def explain(
     `error` was raised in the step. `resolution` is that of the images.
     """
     if ran_out(error):
+        spans = [span for span in config.spans(resolution) if span[0] <= step]
+        _, side, batch_size = spans[-1]
+        spec = ImageSpec.of(1, resolution).at(side)
+        config = config.changed(batch_size=batch_size)
         world_size = collectives.world_size()
         processes = "process" if world_size == 1 else "processes"
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world_size} "
-            f"{processes}, at most {config.micro(world_size)} samples of {resolution} px a forward "
+            f"{processes}, at most {config.micro(world_size)} samples of {spec} a forward "
             f"pass, {config.precision}. What helps: a smaller --micro-batch (same global batch), "
             "--precision bf16, a network's activation_checkpointing, smaller networks or images; "
             f"then {REMEDY}"

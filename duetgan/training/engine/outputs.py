@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duetgan.models.hooks import LayerStatistics, matching_layers, merge
 from duetgan.training.base.config import LogConfig
-from duetgan.training.base.monitors import MetricWindow
+from duetgan.training.base.monitors import MetricWindow, State
 from duetgan.training.base.task import Stateful, Task
 from duetgan.training.engine.loop import Callback, Loop
 from duetgan.training.optim.updater import Precision, Updater
@@ -130,6 +130,10 @@ class LayerLog(Callback):
             # `purge_step` removes later steps of a run that was killed.
             self._events = self._events or Events(self._folder, purge_step=loop.step)
             self._events.scalars(loop.step, values)
+
+    def load_state_dict(self, state: State) -> None:
+        """Close the file of events: after a roll-back the next one removes the later steps."""
+        self.close()
 
     def close(self) -> None:
         self._watching.close()

@@ -66,7 +66,8 @@ class RunFolder:
         self._lock: int | None = None
         self._created: list[Path] = []  # the lock and the folders that `open` created
         self._opened = time.monotonic()
-        self._earlier_seconds = 0.0  # time that earlier processes have spent on the run
+        # time that earlier processes have spent on the run
+        self._earlier_seconds = self._recorded_seconds()
 
     def open(self) -> None:
         """Create the folder if it is missing, and lock it.
@@ -101,9 +102,14 @@ class RunFolder:
             os.truncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)  # a full disk refuses this
             failed.pop_all()
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # an older run
+        self._earlier_seconds = self._recorded_seconds()
+
+    def _recorded_seconds(self) -> float:
+        """Return the seconds in status.json; 0 if there is none, or only that of an older version."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             status = json.loads((self.path / "status.json").read_text())
-            self._earlier_seconds = float(status["seconds"])
+            return float(status["seconds"])
+        return 0.0
 
     def close(self) -> None:
         if self._lock is None:

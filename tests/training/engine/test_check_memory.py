@@ -1,5 +1,6 @@
 """Sizes that no memory holds (H12), and what helps where memory ran out (N11)."""
 
+import re
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -128,3 +129,8 @@ def test_where_memory_ran_out_the_sizes_and_what_helps_are_named(ranks, sizes, m
     told: Any = health.explain(torch.OutOfMemoryError("no"), config, 3, 32)
     sizes = f"batch_size 24 over {sizes} samples of 32 px a forward pass, fp32"
     assert told.startswith(f"memory ran out at step 3: {sizes}. What helps: a smaller --micro-batch (same global b")
+    growth = {"progressive": {"start": 8, "stable_kimg": 0.096, "fade_kimg": 0.048, "batch_sizes": {8: 48}}}
+    config = build_run_config({"task": "gan", "batch_size": 24} | growth, [], "x.yaml")
+    for step, size, spec in ((1, 48, "16x8 px"), (2, 24, "32x16 px")):  # those of the stage
+        told = health.explain(torch.OutOfMemoryError("no"), config, step, "64x32")
+        assert re.search(f"batch_size {size} over .*, at most {size // ranks} samples of {spec} a forward pass", told)

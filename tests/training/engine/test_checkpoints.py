@@ -146,8 +146,24 @@ def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):
     assert steps(manager) == [2, 1]
     again = keeper_of(tmp_path, keep=1)
     assert again.restore({"loop": Counter()}) is not None
+    assert pointed(again, "best") == 1
     save(again, 3)
     assert steps(again) == [3, 1]
+
+
+def test_after_a_roll_back_best_json_names_the_best_that_remains(tmp_path):
+    manager = keeper_of(tmp_path, keep=9)
+    save(manager, 1, best=0.5)
+    best = manager.folder.checkpoints / "best.json"
+    pointer = best.read_text()
+    manager.save(2, {"loop": Counter(2, best=1)}, ABOUT)
+    save(manager, 3, best=0.25)
+    assert manager.restore({"loop": Counter()}, up_to=2) is not None
+    assert best.read_text() == pointer
+    best.unlink()
+    damage(newest_first(manager.folder.checkpoints)[-1], flip=0.5)
+    assert manager.restore({"loop": Counter()}, up_to=2) is not None
+    assert not best.exists()
 
 
 def test_a_save_after_falling_back_is_not_the_one_that_goes(tmp_path, capsys):
@@ -315,6 +331,7 @@ def test_every_entry_of_a_checkpoint(tmp_path, monkeypatch):
         ([3, 14], {20: 1}),
         ([3, 67], {80: 1}),
         ([3, 68], {67: 1, 80: 66}),
+        ([3, 50, 100], {120: 1}),  # a series that is longer than the quiet which ends it
         ([1, 2], {20: -1}),
     ],
 )

@@ -119,7 +119,7 @@ def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):
 
     def open_events(folder: Any, *, purge_step: int) -> Any:
         written.append((folder, purge_step))
-        return SimpleNamespace(scalars=lambda *given: written.append(given))
+        return SimpleNamespace(scalars=lambda *given: written.append(given), close=lambda: written.append("closed"))
 
     def of_two_ranks(packed: torch.Tensor, *, patient: bool) -> list[torch.Tensor]:
         gathered.append(packed)
@@ -130,15 +130,18 @@ def test_gradients_are_logged_without_the_loss_scale(tmp_path, monkeypatch):
     monkeypatch.setattr(outputs, "Events", open_events)
     config = LogConfig(layers=["network"], layers_every=2)
     layers = outputs.LayerLog(config, {"network": network, "scaler": mixed}, RunFolder(tmp_path))
-    for step in range(4):
-        loop: Any = SimpleNamespace(step=step)
-        layers.before_step(loop)
-        mixed.backward(network(torch.ones(3, 2)).sum())
-        loop.step += 1
-        layers.after_step(loop, {})
-    assert written[0] == (tmp_path / "tensorboard" / "layers", 2)
-    assert [(step, values["network/gradient_mean"]) for step, values in written[1:]] == [(2, 1.0), (4, 1.0)]
-    assert len(gathered) == 2
+    for steps in (range(4), range(2, 4)):  # after a roll-back to step 2, what follows it is removed
+        layers.load_state_dict({})
+        for step in steps:
+            loop: Any = SimpleNamespace(step=step)
+            layers.before_step(loop)
+            mixed.backward(network(torch.ones(3, 2)).sum())
+            loop.step += 1
+            layers.after_step(loop, {})
+    folder = tmp_path / "tensorboard" / "layers"
+    assert (written.pop(0), written.pop(2), written.pop(2)) == ((folder, 2), "closed", (folder, 4))
+    assert [(step, values["network/gradient_mean"]) for step, values in written] == [(2, 1.0), (4, 1.0), (4, 1.0)]
+    assert len(gathered) == 3
 
 
 def test_a_row_has_the_memory_of_the_largest_process_in_mib(monkeypatch):

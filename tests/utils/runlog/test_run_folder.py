@@ -193,6 +193,10 @@ def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
         folder.write_status("stopped", 3, reason="", exit_code=None)
         folder.close()
         assert json.loads((tmp_path / "status.json").read_text())["seconds"] == expected
+    folder = RunFolder(tmp_path)  # of another rank, which does not open it but reports that rank 0 is lost
+    now += 5
+    folder.write_status("failed", 3, reason="", exit_code=4)
+    assert json.loads((tmp_path / "status.json").read_text())["seconds"] == 20.0
     (tmp_path / "status.json").write_text("{")
     RunFolder(tmp_path).open()
 
