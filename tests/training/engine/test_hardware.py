@@ -114,9 +114,11 @@ def test_accelerators_search_the_fastest_convolutions(deterministic, monkeypatch
     before = (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(collectives, "choose_device", lambda *_, **__: torch.device("meta"))
     config = config_of().changed(deterministic=deterministic)
+    cudnn.benchmark, cudnn.deterministic = deterministic, False  # as a program before may have left it
     try:
         assert run._start_process(config, None) == torch.device("meta")
         assert cudnn.benchmark == (not deterministic)
+        assert cudnn.deterministic == torch.are_deterministic_algorithms_enabled() == deterministic
     finally:
         cudnn.benchmark, cudnn.deterministic = before[:2]
         torch.use_deterministic_algorithms(before[2])

@@ -63,8 +63,10 @@ def test_every_row_of_the_plan(packed, monkeypatch):
     schedule = {"name": "sgd", "lr": 0.5, "lr_batch_size": 16, "warmup_steps": 3, "schedule": "cosine"}
     saving = {"every": 3, "keep": 5}
     task = task_of(packed, batch_size=24, steps=7, micro_batch=6, optimizer=schedule, checkpoint=saving)
-    tree = {"task": "gan", "batch_size": 24, "steps": 7, "progressive": {"start": 8}, "checkpoint": saving}
-    gan: Any = build_run_config(tree, [], "x")
+    growth = {"start": 8, "batch_sizes": {8: 240}}
+    tree = {"task": "gan", "batch_size": 24, "steps": 7, "progressive": growth, "checkpoint": saving}
+    tree["schedule_kimg"] = 0.072  # 3 steps, as the warm-up
+    gan: Any = build_run_config(tree, ["--generator_optimizer.warmup_steps=3"], "x")
     growing = GanTask(gan, task.dataset, None, CPU)
     adapting = task_of(packed, batch_size=24, micro_batch="auto")
     monkeypatch.setattr(preflight.collectives, "world_size", lambda: 2)
@@ -93,7 +95,11 @@ def test_every_row_of_the_plan(packed, monkeypatch):
         "task": "gan",
         "precision": "fp32",
         "held-out data": "none (data.val_path is not set)",
-        **dict.fromkeys(("generator optimizer", "discriminator optimizer"), "adam, lr 0.0025, constant"),
+        "warning": "batch larger than the data set: each batch holds repeats",
+        "length": "7 steps = 1,680 images = 8.4 epochs",
+        "generator optimizer": "adam, lr 0.0025 after 3 warm-up steps; warning: the run ends within the warm-up: "
+        "make warmup_steps smaller, constant",
+        "discriminator optimizer": "adam, lr 0.0025, constant",
         **{f"{name} parameters": f"{size:,}" for name, size in sizes.items()},
         "checkpoint": f"about {state_bytes(growing) / 2**20:.1f} MiB, every 3 steps; the last 5 and the best are kept",
         **growing.describe(),
@@ -126,12 +132,17 @@ def test_the_disk_must_hold_all_checkpoints_that_are_kept(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "layer", "duration"), [("gan", "ModulatedConv2d", "16 min"), ("classifier", "BatchNorm2d", "20 min")]
+    ("name", "layer", "duration", "options"),
+    [
+        # two steps of 32 images, then six of 16
+        ("gan", "ModulatedConv2d", "20 min", ["--progressive={start: 8, stable_kimg: 0.064, batch_sizes: {8: 32}}"]),
+        ("classifier", "BatchNorm2d", "20 min", []),
+    ],
 )
-def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name, layer, duration, monkeypatch):
+def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name, layer, duration, options, monkeypatch):
     recipe = write_config(tmp_path / "recipe.yaml", name, packed)
     monkeypatch.setattr(speed, "seconds_per_image", lambda *_: 7.5)
-    assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers") == 0
+    assert train_in_process(recipe, tmp_path / "run", *options, "--dry-run", "--layers") == 0
     text, plan = capsys.readouterr()
     time = f"time: about {duration} here, 0.133 images/s"
     end = "dry run: everything up to the first step is in order; nothing was written"
@@ -140,7 +151,7 @@ def test_a_dry_run_prints_the_time_and_the_table(tmp_path, packed, capsys, name,
     columns = re.search(rf"(?m)^(  task +){name}$\n(  device +)cpu x 1 process, ", plan)
     assert columns is not None
     assert len(columns[1]) == len(columns[2])
-    assert train_in_process(recipe, tmp_path / "run", "--dry-run") == 0
+    assert train_in_process(recipe, tmp_path / "run", *options, "--dry-run") == 0
     assert capsys.readouterr().out.splitlines() == [time, "--layers prints every layer", end]
     assert re.search(r"Total params: [1-9][\d,]+\n", text)
     assert "Trainable" not in text

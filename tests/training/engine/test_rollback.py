@@ -53,10 +53,11 @@ def test_a_spike_does_not_become_usual_but_a_new_level_does():
     detector.see(0, noise(100))
     assert detector.see(100, [9.0]) is not None
     assert detector.see(101, [9.0]) is not None
-    for unusual, history in ((LEAST - 3, noise(100)), (1, [])):  # of LEAST in a row the last one
-        assert detector.see(102, [9.0] * unusual) is not None
+    assert detector.see(102, [2.0]) is None  # after a usual one the next are counted from the start
+    for unusual, history in ((LEAST - 1, [*noise(100), 2.0]), (1, [])):  # of LEAST in a row the last one
+        assert detector.see(103, [9.0] * unusual) is not None
         assert detector.history == history
-    detector.see(132, [9.0 + x for x in noise(3 * LEAST)])
+    detector.see(133, [9.0 + x for x in noise(3 * LEAST)])
     assert detector.see(200, [9.0 + x for x in noise(20, seed=1)]) is None
 
 

@@ -149,8 +149,13 @@ def test_a_cpus_bf16_is_taken_if_it_is_faster(config_of, reader, monkeypatch, se
     tried: list[tuple[int, str]] = []
 
     def of_precision(trial: Any, name: str, step: int | None = None) -> float:
+        assert speed.collectives.world_size() == 1  # rank 0 measures for both
         tried.append((trial.samples, name))
         return seconds[name]
+
+    for function, value in (("is_initialized", True), ("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(speed.collectives.dist, function, lambda value=value: value)
+    monkeypatch.setattr(speed.collectives, "from_main_process", lambda action: action())
 
     monkeypatch.setattr(speed.Trial, "seconds", of_precision)
     config = config_of("gan", "--precision", "bf16", "--micro-batch", "10")

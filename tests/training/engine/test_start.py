@@ -1,5 +1,6 @@
 """What a start imports: each of these packages would cost every command its time. And what it hands on."""
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,10 +14,14 @@ import pytest
 import torch
 
 from duetgan.training.engine import run
+from duetgan.training.engine.health import EqualWeights
 from duetgan.training.engine.lr_find import Sweep
+from duetgan.training.engine.rollback import SkippedUpdates, SpikeRollback
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.distributed import collectives
+from duetgan.utils.distributed.heartbeat import Silent
 from duetgan.utils.errors import StoppedBySignal, TrainingHalted, UserError
 from duetgan.utils.runlog.run_folder import RunFolder
 from tests.conftest import REPOSITORY
@@ -152,6 +157,100 @@ def test_how_a_run_ends(monkeypatch, tmp_path, error, last, left, is_reported):
     assert reports == [tmp_path] * is_reported
     facts = {"of": ("training", "held-out"), "history": {f"step {step}": f"images of step {step}" for step in (0, 7)}}
     folder.save_config.assert_called_once_with(f"tree of {loop.config}", facts)
+
+
+def test_callbacks_have_the_settings_of_the_config(packed, tmp_path, monkeypatch):
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    task: Any = SimpleNamespace(registry=dict)
+    loader: Any = SimpleNamespace(device=torch.device("cpu"))
+    for ranks, every, interval in ((1, 7, None), (2, 0, None), (2, 7, 7)):
+        overrides = [f"--distributed.check_every={every}", "--nonfinite_cap=3"]
+        config = build_run_config(read_yaml(recipe), overrides, "x")
+        monkeypatch.setattr(collectives, "world_size", lambda ranks=ranks: ranks)
+        found: Any = {type(each): each for each in run.callbacks(config, task, loader, RunFolder(tmp_path))}
+        assert getattr(found.get(EqualWeights), "interval", None) == interval
+        assert (found[SkippedUpdates].cap, found[SpikeRollback].config) == (3, config.spikes)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_rank_that_waits_leaves_if_another_is_gone_or_rank_0_is_silent(tmp_path, monkeypatch, is_launched):
+    """Only a process with a launcher ends when its parent does."""
+    heartbeat = MagicMock()
+    looks: list[Any] = []
+    found: list[Silent] = []
+
+    def silent(*place: Any, own_rank: int) -> list[Silent]:
+        assert (*place, own_rank) == (tmp_path, 3, 1)
+        return found
+
+    monkeypatch.setattr(run, "Heartbeat", heartbeat)
+    monkeypatch.setattr(run, "silent_ranks", silent)
+    monkeypatch.setattr(run, "under_launcher", lambda: is_launched)
+    for name, value in (("rank", lambda: 1), ("world_size", lambda: 3), ("barrier", lambda: None)):
+        monkeypatch.setattr(collectives, name, value)
+    monkeypatch.setattr(collectives, "watch_while_waiting", looks.append)
+    run._start_heartbeat(tmp_path)
+    heartbeat.assert_called_once_with(tmp_path, 1, parent=os.getppid() if is_launched else None)
+    (look,) = looks
+    for ranks, is_lost in (
+        ([], False),
+        ([Silent(2, False, "it is silent")], False),
+        ([Silent(2, True, "it is gone")], True),
+        ([Silent(0, False, "it is stopped")], True),
+    ):
+        found[:] = ranks
+        with pytest.raises(collectives.PeerLost, match=r"^it is") if is_lost else nullcontext():
+            look()
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_all_ranks_end_with_the_profile_and_rank_0_measures(monkeypatch, tmp_path, is_main):
+    profiler = SimpleNamespace(last=5)
+    trained: list[int] = []
+    for name in ("_resume", "_report", "_start_heartbeat", "StatusFile", "StopSignals", "to_tree"):
+        monkeypatch.setattr(run, name, MagicMock())
+    monkeypatch.setattr(run.data, "facts", lambda *_: {})
+    monkeypatch.setattr(run.health, "explaining", nullcontext)
+    monkeypatch.setattr(run, "Profiler", lambda _loop, count: profiler if count == 2 else None)
+    monkeypatch.setattr(collectives, "is_main", lambda: is_main)
+    loop = MagicMock(callbacks=[], run=trained.append, finished=False)
+    assert run._run(loop, None, 2) == 0
+    assert (trained, profiler in loop.callbacks) == ([5], is_main)
+
+
+@pytest.mark.parametrize(("conditional", "classes"), [("true", 10), ("false", 0)])
+def test_a_transfer_gets_the_classes_of_the_networks(packed, tmp_path, monkeypatch, conditional, classes):
+    """Images of an unconditional GAN may have classes."""
+    recipe = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    given: dict[str, Any] = {}
+
+    def transfer(file: str, _registry: Any, **options: Any) -> tuple[str, Lineage]:
+        given.update(options, file=file)
+        return "a text", Lineage.of(trained_on=["f00d"])
+
+    donor = {"file": "donor.pt", "step": 7, "sha256": "ab"}
+    monkeypatch.setattr(run.transfer, "find_donor", lambda *_: donor)
+    monkeypatch.setattr(run.transfer, "transfer", transfer)
+    config = build_run_config(read_yaml(recipe), [f"--conditional={conditional}"], "x")
+    loop = run.prepare(config, RunFolder(tmp_path / "run"), torch.device("cpu"))
+    names = loop.loader.dataset.classes[:classes]
+    assert given == {"file": "donor.pt", "resolution": 16, "classes": names}
+    assert (len(names), loop.manager.origin) == (classes, donor)
+    assert loop.manager.lineage.trained_on == [loop.loader.dataset.meta.content_hash, "f00d"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_dry_run_measures_one_process_and_predicts_all(monkeypatch, capsys, ranks):
+    monkeypatch.setattr(collectives, "world_size", lambda: ranks)
+    monkeypatch.setattr(run.speed, "seconds_per_image", lambda *_: 0.5)
+    predictor = SimpleNamespace(predictions=lambda *given: f"prediction for {given}")
+    monkeypatch.setitem(sys.modules, "predictor", predictor)
+    loader = SimpleNamespace(device=torch.device("cpu"), dataset="images")
+    config, task = SimpleNamespace(steps=4), SimpleNamespace(images_at=lambda step: 10 * step)
+    loop: Any = SimpleNamespace(config=config, task=task, loader=loader)
+    run._print_plan(loop, False, "predictor")
+    measured = ["time: about 20 s here, 2 images/s"] * (ranks == 1)
+    assert capsys.readouterr().out.splitlines()[:-2] == [*measured, f"prediction for {(config, 'images', ranks)}"]
 
 
 def test_gpus_are_chosen_before_torch_is_imported(tmp_path, monkeypatch):

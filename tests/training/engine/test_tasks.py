@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.models.dcgan import DcganGeneratorConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
@@ -42,13 +43,19 @@ def test_n10_epochs_become_updates_of_the_images_and_the_batch(recipe, epoch):
 
 
 def test_n10_epochs_need_batches_of_one_size(recipe, epoch):
-    def steps(first: int) -> int:
+    def steps(batch_sizes: dict[int, int]) -> int:
         tree = {"task": "gan", "batch_size": 20, "steps": "2ep", "data": read_yaml(recipe)["data"]}
-        return build_run_config(tree | {"progressive": {"start": 8, "batch_sizes": {8: first}}}, [], "recipe").steps
+        return build_run_config(tree | {"progressive": {"start": 8, "batch_sizes": batch_sizes}}, [], "recipe").steps
 
-    assert steps(20) == 2 * epoch
+    assert steps({8: 20}) == 2 * epoch
+    assert steps({8: 40, 16: 40}) == epoch  # no stage has batch_size
     with pytest.raises(UserError, match="lengths in epochs need batches of one size"):
-        steps(40)
+        steps({8: 40})
+
+
+def test_an_option_replaces_the_architecture_of_the_recipe():
+    config: Any = build_run_config({"task": "gan", "architecture": "r3gan"}, ["--architecture=dcgan"], "recipe")
+    assert (config.architecture, type(config.generator)) == ("dcgan", DcganGeneratorConfig)
 
 
 @pytest.mark.parametrize("text", ["90 ep", "ep", "-1ep", "x1ep", "1e9ep", "1epoch", "1.ep", "9999999999ep"])
