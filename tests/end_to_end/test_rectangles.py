@@ -143,7 +143,7 @@ def test_what_is_packed_is_read(tmp_path_factory, size, levels, channels, encodi
             found = smaller.read(range(5))[0].astype(float)
             assert np.abs(found - means.mean((3, 5))).max() <= levels - level  # each level is rounded
             smaller.close()
-    if not spec.holds(asked):
+    if asked[0] > height or asked[1] > width:
         resolution = ImageSpec(channels, *asked).resolution
         assert_raises(UserError, "less than the", Dataset, path, resolution=resolution)
 

@@ -34,6 +34,7 @@ from duetgan.models.weights import (
     read_state_dict,
 )
 from duetgan.utils import checkpoint as checkpoints
+from duetgan.utils import files
 from duetgan.utils.checkpoint.provenance import Lineage
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
@@ -396,23 +397,28 @@ def test_without_a_network_there_is_a_remedy(hub, monkeypatch):
         r"^model\.weights IMAGENET1K_V2: is not at .*/hub/checkpoints/resnet50-11ad3fa6\.pth and cannot be downloaded "
         rf"\(.*Name or service not known.*\); fetch {url} on a machine with a network and put it there"
     )
-    assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
+    socket.setdefaulttimeout(77.0)  # by the user's program
+    try:
+        assert_raises(UserError, told, find_weights, "IMAGENET1K_V2", "resnet50")
+        assert socket.getdefaulttimeout() == 77.0
+    finally:
+        socket.setdefaulttimeout(None)
     assert hub[1] == [(url, TIMEOUT)]
     monkeypatch.setattr("duetgan.utils.distributed.collectives.from_main_process", lambda _: "elsewhere.pth")
     assert find_weights("IMAGENET1K_V2", "resnet50") == Path("elsewhere.pth")  # one rank alone downloads
     assert module.missing_published(url, "weights") == "elsewhere.pth"
     assert len(hub[1]) == 1
-    assert socket.getdefaulttimeout() is None
 
 
 def test_a_download_is_made_once_and_said_with_its_size_and_place(hub, monkeypatch, donor, capsys):
     folder, _ = hub
     url = torchvision.models.ResNet18_Weights.DEFAULT.url
     name = Path(url).name
-    fetched: list[tuple[str, str | None]] = []
+    fetched: list[tuple[str, str | None, float | None]] = []
 
     def fetch(url: str, path: str, hash_prefix: str | None, progress: bool) -> None:
-        fetched.append((url, hash_prefix))
+        print("a library's line")
+        fetched.append((url, hash_prefix, socket.getdefaulttimeout()))
         torch.save(donor.state_dict(), path)
 
     answer = SimpleNamespace(headers={"Content-Length": "46830571"})
@@ -420,8 +426,8 @@ def test_a_download_is_made_once_and_said_with_its_size_and_place(hub, monkeypat
     monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
     for _ in range(2):
         model, told = loaded("DEFAULT")
-    assert fetched == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
-    said = capsys.readouterr().err
-    assert said == f"downloading model.weights DEFAULT (47 MB) into {folder / 'checkpoints'}\n"
+    assert fetched == [(url, url.rpartition("-")[2].removesuffix(".pth"), files.TIMEOUT)]
+    said = f"downloading model.weights DEFAULT (47 MB) into {folder / 'checkpoints'}\na library's line\n"
+    assert capsys.readouterr() == ("", said)
     assert str(folder / "checkpoints" / name) in told
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight)

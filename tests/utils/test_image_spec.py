@@ -107,6 +107,11 @@ def test_what_contradicts_itself_is_refused(document, error):
         ImageSpec.of(3, 8, document)
 
 
+def test_an_image_holds_what_is_neither_higher_nor_wider():
+    spec = ImageSpec(3, 6, 9)
+    assert [spec.holds(size) for size in ((6, 9), (6, 10), (7, 6), (4, 4))] == [True, False, False, True]
+
+
 def test_a_document_holds_what_differs():
     assert ImageSpec.of(3, 8, {}).pixel_format is None
     assert ImageSpec.of(3, 8, {"depth": "uint16", "high": 65535.0}).pixel_format == {"depth": "uint16"}

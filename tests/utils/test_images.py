@@ -29,8 +29,10 @@ def test_a_grid_of_rows_shows_the_visible_images(tmp_path):
     values = torch.tensor([1000, 2000, 3000], dtype=torch.uint16)
     rows = [value.expand(1, 8, 8) for value in values]
     save_rows([rows], tmp_path / "x.png", columns=3, captions=(), spec=spec)
-    pixels = np.asarray(Image.open(tmp_path / "x.png").convert("L"))
-    assert {0, 255} <= set(np.unique(pixels))
+    save_captioned(rows, [""] * 3, tmp_path / "y.png", spec=spec)
+    for name in ("x", "y"):
+        shown = np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))
+        assert np.unique(shown).tolist() == [0, 128, 255]
 
 
 def test_rows_run_left_to_right_and_empty_places_are_white():

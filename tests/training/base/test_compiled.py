@@ -207,16 +207,16 @@ def test_more_graphs_than_torchs_own_limit_are_made(traced):
 )
 def test_what_cannot_be_compiled_runs_uncompiled_from_there_on(monkeypatch, capsys, message, told):
     def small_only(function, **options):
-        def run(x):
+        def run(x, **options):
             if x > 1:
                 raise torch._dynamo.exc.TorchDynamoException(message)
-            return function(x)
+            return function(x, **options)
 
         return run
 
     monkeypatch.setattr(compiled.torch, "compile", small_only)
-    run = Compiled(lambda x: x + 1, "the generator", setting="on", device=CPU)
-    assert [run(1), run(2), run(3)] == [2, 3, 4]
+    run = Compiled(lambda x, added=1: x + added, "the generator", setting="on", device=CPU)
+    assert [run(1), run(1, added=5), run(2, added=5), run(3), run(3, added=5)] == [2, 6, 7, 4, 8]
     assert capsys.readouterr().err.strip() == f"compile: the generator runs uncompiled ({told})"
 
 

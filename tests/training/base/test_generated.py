@@ -152,6 +152,8 @@ def test_fresh_samples_fill_up_rare_classes(folder, run):
     config = config_of(folder, run, share=None, balance="fill")  # they lack 0, 6 and 10: 16 of 36
     assert np.bincount(opened(config).synthetic.labels()).tolist() == [0, 8, 12]
     assert data.label_frequencies(config.data, opened(config)) == pytest.approx([1 / 3] * 3)
+    config.data.class_rates = {CLASSES[1]: 2.0}  # of the weights 12, 12 and 2 the last alone is less
+    assert np.bincount(opened(config).synthetic.labels()).tolist() == [0, 0, 20]
 
 
 def test_other_classes_are_refused_and_the_plan_names_the_run(folder, run, tmp_path):

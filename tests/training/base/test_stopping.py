@@ -111,7 +111,7 @@ class Judged(Task):
         return self.size * step
 
 
-def ran(packed, folder, patience=None, *, size=8, max_steps=None):
+def ran(packed, folder, patience=None, *, size=8, max_steps=None, every=2):
     """A run with batches of this size, or its continuation."""
     tree = {
         "task": "classifier",
@@ -120,7 +120,7 @@ def ran(packed, folder, patience=None, *, size=8, max_steps=None):
         "data": {"path": str(packed / "train.lmdb")},
         "evaluation": {"every": 2},
         "early_stopping": {"patience": patience},
-        "log": {"tensorboard": False, "every": 2},
+        "log": {"tensorboard": False, "every": every},
     }
     config = build_run_config(tree, [], "x")
     loader = make_loader(config, Dataset(packed / "train.lmdb"), torch.device("cpu"))
@@ -145,8 +145,12 @@ def test_a_run_stops_early_and_a_resume_knows(packed, tmp_path, capsys):
     assert (again.step, again.finished) == (8, True)
     patient = ran(packed, tmp_path / "run", 4)  # asked to wait longer, it goes on
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
-    straight = ran(packed, tmp_path / "straight", 2)
+    straight = ran(packed, tmp_path / "straight", 2, every=3)
     assert straight.step == 8
+    rows = log_of(tmp_path / "straight")
+    assert rows[-1]["partial"]
+    ran(packed, tmp_path / "straight", 2, every=3)  # there is nothing left to do
+    assert log_of(tmp_path / "straight") == rows
 
 
 def test_damaged_held_out_images_cost_no_step(packed, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("slim")
 def files(tmp_path_factory, slim_module):
     """24 images each of two sets, and the run of a teacher of the first."""
     folder = tmp_path_factory.mktemp("distillation")
-    for seed, (name, classes) in enumerate({"first": "abc", "data": "abc", "other": "abd"}.items()):
+    for seed, (name, classes) in enumerate({"first": "abc", "data": "abc", "other": "abd", "swapped": "acb"}.items()):
         images = np.random.default_rng(seed).integers(0, 256, (24, 1, 16, 16), dtype=np.uint8)
         pack_arrays(folder / f"{name}.lmdb", images, labels=np.arange(24) % 3, classes=[*classes])
     train(config_of(folder, "first", teacher=None), folder / "teacher", max_steps=1)
@@ -93,6 +93,7 @@ def test_a_teacher_answers_in_the_runs_precision_and_weights_keep_their_own_line
     ("data", "loss", "text"),
     [
         ("other", {}, "loss.teacher .*: its classes differ from those of .*other.lmdb; train it on the same classes"),
+        ("swapped", {}, "loss.teacher .*: its classes differ from those of .*swapped.lmdb"),
         ("data", {"kind": "bce", "teacher": None, "logit_adjustment": 1.0}, "loss.logit_adjustment is for one class"),
         ("data", {"teacher": "nowhere"}, "nowhere"),
     ],

@@ -65,7 +65,7 @@ def test_every_row_of_the_plan(packed, monkeypatch):
     task = task_of(packed, batch_size=24, steps=7, micro_batch=6, optimizer=schedule, checkpoint=saving)
     growth = {"start": 8, "batch_sizes": {8: 240}}
     tree = {"task": "gan", "batch_size": 24, "steps": 7, "progressive": growth, "checkpoint": saving}
-    tree["schedule_kimg"] = 0.072  # 3 steps, as the warm-up
+    tree["schedule_kimg"] = 0.72  # 3 steps, as many as the warm-up
     gan: Any = build_run_config(tree, ["--generator_optimizer.warmup_steps=3"], "x")
     growing = GanTask(gan, task.dataset, None, CPU)
     adapting = task_of(packed, batch_size=24, micro_batch="auto")

@@ -20,8 +20,8 @@ from tests.conftest import REPOSITORY
 
 
 def write(folder: Path, rank: int, **more: Any) -> None:
-    """A sign of life of a process on another machine."""
-    sign = {"pid": 1, "host": "elsewhere", "step": 7, "left": None, "lost_peer": False} | more
+    """A sign of life of a process on another machine; this one has no process of its number."""
+    sign = {"pid": 2**22 + 1, "host": "elsewhere", "step": 7, "left": None, "lost_peer": False} | more
     (folder / "heartbeat").mkdir(exist_ok=True)
     (folder / "heartbeat" / f"rank-{rank}.json").write_text(json.dumps(sign))
 

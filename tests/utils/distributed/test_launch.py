@@ -9,7 +9,7 @@ import pytest
 
 from duetgan.utils.distributed import launch as launcher
 from duetgan.utils.distributed.launch import launch, parse_gpus, under_launcher
-from duetgan.utils.distributed.process import SAME, STOP_SIGNALS, leaving_on_signals, run_cli
+from duetgan.utils.distributed.process import SAME, STOP_SIGNALS, leaving_on_signals, obeyed_signals, run_cli
 from duetgan.utils.errors import UserError
 from tests.conftest import assert_raises
 
@@ -203,6 +203,16 @@ def test_before_training_a_signal_is_one_line(capsys):
     assert run_cli(main, []) == 3
     assert capsys.readouterr().err == f"stopped: SIGTERM; {SAME}\n"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert obeyed_signals() == [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP]
+        with leaving_on_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
