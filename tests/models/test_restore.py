@@ -82,8 +82,10 @@ def test_classifier_is_the_average_one_and_an_unknown_config_is_refused():
     assert_raises(UserError, "checkpoint's model: unknown key 'stems'", classifier_from, content)
     average.add_thresholds()  # several labels an image: it teaches like any other
     content |= {"config": {"model": {"stem": "small-stride2"}}, "state": {"model_ema": average.state_dict()}}
+    content["data"] = {"content_hash": "cafe"}
     teacher = fingerprint(average)
-    assert inherited_lineage(content) == Lineage.of(teachers=[teacher])
+    assert inherited_lineage(content) == Lineage.of(trained_on=["cafe"], teachers=[teacher])
+    assert inherited_lineage(content | {"task": "gan"}) == Lineage.of(trained_on=["cafe"])
     average.add_temperature()
     assert fingerprint(average) == teacher  # a calibrated copy has learnt from the same images
 

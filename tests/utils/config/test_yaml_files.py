@@ -10,7 +10,7 @@ import yaml
 from duetgan.training.classifier.config import ClassifierConfig
 from duetgan.training.engine.tasks import build_run_config
 from duetgan.utils.config import yaml_files
-from duetgan.utils.config.build import build
+from duetgan.utils.config.build import build, differences
 from duetgan.utils.config.recipes import CONFIGS, LENGTH, STUDIES, listing, recipes
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
@@ -80,9 +80,16 @@ def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
     assert config.task == recipe.task
     assert config.data.val_path is None or "test" in config.data.val_path
     assert "test" not in config.data.path
-    if recipe.task == "gan":  # both networks follow one schedule
+    if recipe.task == "classifier":
+        assert not {"head", "*"} & {*config.finetune.freeze, *config.finetune.freeze_at}
+    else:  # both networks follow one schedule
         for key in ("schedule", "hold", "final_lr", "beta2_final"):
             assert getattr(config.generator_optimizer, key) == getattr(config.discriminator_optimizer, key), key
+
+
+def test_airbench_has_the_same_settings_for_both_data_sets():
+    cifar10, fashion = (read_yaml(CONFIGS / f"{name}_airbench.yaml") for name in ("cifar10", "fashion_mnist"))
+    assert set(differences(cifar10, fashion)) == {"steps", "data.path", "data.val_path"}
 
 
 def test_all_are_listed_by_task_and_size_without_torch():
