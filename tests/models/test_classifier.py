@@ -177,7 +177,7 @@ def test_checkpointing_keeps_less_and_is_for_training_only(monkeypatch):
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, CPUSyncBatchNorm2d])
 def test_statistics_are_kept_inside_the_block_only(kind, monkeypatch):
-    norm = kind(3).train()
+    norm = kind(3, momentum=0.3).train()
     if kind is CPUSyncBatchNorm2d:
         monkeypatch.setattr(batchnorm, "perform", lambda _: None)  # a sum over one rank
         monkeypatch.setattr(norm, "forward", norm.synchronised)
@@ -189,7 +189,7 @@ def test_statistics_are_kept_inside_the_block_only(kind, monkeypatch):
         raise RuntimeError  # as torch does, to end a recomputation early
     assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     norm(x + 1)
-    assert norm.num_batches_tracked == 2
+    assert (norm.num_batches_tracked, norm.momentum) == (2, 0.3)
     assert not torch.equal(norm.running_mean, before["running_mean"])
 
 

@@ -125,7 +125,7 @@ def test_w_avg_moves_with_beta_and_channels_are_counted():
     close(generator.w_avg, (0.9 * before + 0.1 * mean).detach().numpy())
     assert not generator.w_avg.requires_grad
     assert "w_avg" in generator.state_dict()
-    assert [channels_at(r, 16384, 512) for r in (4, 32, 64, 256)] == [512, 512, 256, 64]
+    assert [channels_at(r, 16384, 512) for r in (4, 32, 64, 96, 256)] == [512, 512, 256, 256, 64]
     assert channels_at(64, 32, 512) == 1
     assert build(16).constant.shape == (1, 5, 4, 4)
     assert [block.second.bias.numel() for block in build(32).blocks] == [5, 5, 4, 2]

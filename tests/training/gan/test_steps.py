@@ -113,7 +113,10 @@ def test_a_ranks_logged_sign_is_its_own_and_not_the_sum_over_ranks(folder, monke
     """ADA sums the signs of all ranks; what is logged is averaged over them later."""
     alone = Run(folder, GAN | {"ada": ADA}).step()["logits/real_sign"]
     monkeypatch.setattr("duetgan.utils.distributed.collectives.all_reduce_sum_", lambda sign: sign.mul_(2))
-    assert Run(folder, GAN | {"ada": ADA}).step()["logits/real_sign"] == alone != 0
+    run, received = Run(folder, GAN | {"ada": ADA}), []
+    monkeypatch.setattr(run.task.context.ada, "update", lambda *arguments: received.append(float(arguments[2])))
+    assert run.step()["logits/real_sign"] == alone != 0
+    assert received == [2 * alone]
 
 
 def same(one, other):
@@ -380,6 +383,8 @@ def test_parts_of_a_task_have_their_sections_of_the_config(folder, monkeypatch):
     more = {"watch": {"memory": 0.3, "on": False}, "distributed": {"compress": "bf16"}}
     task: Any = Run(folder, GAN | more, generator_optimizer=GAN["generator_optimizer"] | {"lr": 0.02}).task
     assert task.watch.config == task.config.watch
+    assert task.registry()["watch"] is task.watch
+    assert (task.loss_metric, task.best_metric, task.best_is_lower) == ("loss/discriminator", "frechet/pixels", True)
     for name in ("generator", "discriminator"):
         updater: Any = task.registry()[f"{name}_optimizer"]
         assert updater.config == getattr(task.config, f"{name}_optimizer")
