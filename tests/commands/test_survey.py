@@ -19,6 +19,7 @@ from duetgan.utils.config.cli import Parser, add_table_options
 from duetgan.utils.distributed.process import run_cli
 from duetgan.utils.errors import UserError
 from tests.commands.machines import SAMPLE, Fast
+from tests.commands.test_measure import write_weights
 from tests.conftest import assert_raises
 
 
@@ -77,6 +78,7 @@ def test_flat_folder_zip_and_csv(tmp_path, folder):
 def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeypatch):
     rows = [f"{image.relative_to(folder)},{image.parent.name}" for image in sorted(folder.rglob("*.png"))]
     (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]))
+    write_weights(tmp_path / "w.safetensors", "resnet18")
     started = []
 
     def start(self):
@@ -88,6 +90,7 @@ def test_relative_names_give_the_plan_of_absolute_ones(tmp_path, folder, monkeyp
     monkeypatch.chdir(tmp_path)
     for parent in ("", f"{tmp_path}/"):
         words = [f"{parent}table.csv", "--root", f"{parent}photos", "--dir", f"{parent}results", "--quick"]
+        words += ["--weights", f"{parent}w.safetensors"]
         assert run_cli(quickstart, words) == 0
         shutil.rmtree(tmp_path / "results")
     assert started[0] == started[1]

@@ -91,7 +91,10 @@ def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys
     printed = capsys.readouterr().out
     assert found["verdict"] in printed
     assert "differential privacy" in printed
-    assert "control" in printed
+    assert "194 training images against 148 held-out ones" in printed
+    row = [f"{attack['auc']:.3f}", "{:.3f} to {:.3f}".format(*attack["interval"]), f"{attack['p_value']:.2g}"]
+    row += [f"{control['auc']:.3f}", "{:.3f} to {:.3f}".format(*control["interval"])]
+    assert " ".join(row) in " ".join(printed.split())
     for name in found["images"]:
         assert pixels(tmp_path / name).size
     assert {file.name for file in tmp_path.iterdir()} == {"audit.json", *found["images"]}  # and no command.txt

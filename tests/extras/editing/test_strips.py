@@ -11,6 +11,7 @@ from benchmarks import edit as benchmark
 from duetgan.commands import generate, predict
 from duetgan.extras.editing import strips
 from duetgan.extras.editing.editor import Direction, Editor
+from duetgan.extras.editing.predict import text as describe
 from duetgan.inference.latents import Latents, write_latents
 from duetgan.models.classifier import Classifier, ModelConfig
 from duetgan.utils.distributed.process import run_cli
@@ -122,6 +123,9 @@ def test_a_strip_reports_the_probability_of_the_step_at_which_it_arrives():
     words = strips.summary(made, ["a", "b"], Direction(0, 1, torch.zeros(1)))
     expected = "1 of 2 images arrive, at a mean step of 0.20 and a mean change of pixels of 0.078 (0 to 1)"
     assert words == f"a to b: {expected}"
+    told = {"class": "b", "probability": 0.625, "pixel_change": 0.25, "image": "x.png"}
+    for arrived, begin in ((True, "; "), (False, "; threshold not reached, at best ")):
+        assert describe(told | {"arrived": arrived}) == f"{begin}b 0.625, pixels change by 0.250 (x.png)"
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):

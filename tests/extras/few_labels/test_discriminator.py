@@ -1,5 +1,6 @@
 """A GAN's discriminator as a classifier's backbone: which part of it is taken, and what it is refused for."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,18 +78,24 @@ def test_what_is_made_of_a_trained_classifier_takes_it(name):
     assert image_heat(model, torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.tensor([0, 1])).shape == (2, 4, 4)
 
 
+def run_of(folder: Path) -> Path:
+    """A GAN's run with a discriminator that starts from another run."""
+    config = SIZES["stylegan2"]
+    network = architecture_of("stylegan2").build("discriminator", config, classes=3, resolution=16, channels=1)
+    lineage = {"trained_on": ["earlier"], "synthetic": []}
+    return gan_run(folder, side=16, discriminator=network, sizes=config, content_hash="f00d", lineage=lineage)
+
+
 def test_it_has_seen_all_that_the_gan_has(tmp_path):
     """The images of its run and of the runs before, and its generator's samples."""
-    discriminator = architecture_of("stylegan2").build(
-        "discriminator", SIZES["stylegan2"], classes=3, resolution=16, channels=1
-    )
-    lineage = {"trained_on": ["earlier"], "synthetic": []}
-    options = {"side": 16, "discriminator": discriminator, "sizes": SIZES["stylegan2"], "lineage": lineage}
-    run = gan_run(tmp_path / "gan", content_hash="f00d", **options)
+    run = run_of(tmp_path / "gan")
     model = classifier("stylegan2", weights=str(run))
     assert f"weights from {resolve(run)}" in load_discriminator(model)
     assert model.lineage.trained_on == ["f00d", "earlier"]
     assert [passport.trained_on for passport in model.lineage.synthetic] == ["f00d"]
+    other = form("stylegan2", config=SIZES["stylegan2"] | {"minibatch_std_group": 2})
+    model = classifier("stylegan2", weights=str(run), discriminator=other)
+    assert_raises(UserError, r"its discriminator is not model\.discriminator", load_discriminator, model)
 
 
 def test_what_does_not_go_together_is_refused():

@@ -6,9 +6,13 @@ from sklearn.decomposition import PCA
 
 from duetgan.data.reading.dataset import Dataset
 from duetgan.extras.few_labels import spreading
+from duetgan.extras.few_labels.discriminator import load_discriminator
 from duetgan.extras.few_labels.spreading import UNKNOWN
-from duetgan.extras.studies.baselines import baselines, hits_of, pixels
+from duetgan.extras.studies import baselines as baselines_of
+from duetgan.extras.studies.baselines import baselines, before_training, hits_of, pixels
 from duetgan.models.classifier import ModelConfig
+from duetgan.training.classifier.probe import scale_of
+from tests.extras.few_labels.test_discriminator import classifier, run_of
 from tests.metrics.conftest import pack
 
 
@@ -46,7 +50,24 @@ def test_labels_spread_as_zhous_limit_says(monkeypatch):
     assert np.abs(asked.numpy() - expected).max() < 1e-5
 
 
-def test_all_ways_answer_for_every_image_of_every_file(tmp_path):
+def test_features_before_training_are_those_of_the_discriminator(tmp_path):
+    run = run_of(tmp_path / "gan")
+    model = classifier("stylegan2", weights=str(run)).eval()
+    load_discriminator(model)
+    with Dataset(pack(tmp_path / "x.lmdb", count=5, side=16)) as reader:
+        images = model.spec.to_float(torch.from_numpy(reader.read(range(5))[0]))
+        found = before_training(reader, name="discriminator", weights=run)
+    torch.testing.assert_close(found, model.features(images).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_all_ways_answer_for_every_image_of_every_file(tmp_path, monkeypatch):
+    scales, regression = [], baselines_of.fit
+
+    def fit(*arguments, scale):
+        scales.append(scale)
+        return regression(*arguments, scale=scale)
+
+    monkeypatch.setattr(baselines_of, "fit", fit)
     for name, seed in (("train", 1), ("test", 2)):
         pack(tmp_path / f"{name}.lmdb", seed=seed, count=45)
     with Dataset(tmp_path / "train.lmdb") as reader:
@@ -56,3 +77,5 @@ def test_all_ways_answer_for_every_image_of_every_file(tmp_path):
         hits = hits_of(files["train"], files, features, lambda labels: np.arange(30))
         assert {name: len(of) for name, of in hits.items()} == {"test": 45, "train": 45}
         assert hits["train"].mean() > 0.5
+    with Dataset(tmp_path / "train.lmdb") as reader:  # scaled by all images, with and without labels
+        torch.testing.assert_close(scales[0], scale_of(pixels(reader)))

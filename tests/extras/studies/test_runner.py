@@ -13,6 +13,7 @@ from duetgan.extras.studies.images import Recipe, StudyConfig, StudyData, groups
 from duetgan.extras.studies.results import Comparison, Result, Results, checked, compared, in_words
 from duetgan.extras.studies.runner import Study
 from duetgan.extras.studies.subject import Job, Subject
+from duetgan.reporting.figures import change
 from duetgan.utils.errors import StoppedBySignal, UserError
 
 LABELS = np.arange(400) % 4
@@ -82,6 +83,17 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     assert {row["verdict"] for row in rows} == {"cannot tell"}
     held = rows[2]
     assert held["difference"] == pytest.approx(0.2, abs=0.05)
+    for number, arm in enumerate(found["arms"]):
+        hits = np.mean(
+            [np.random.default_rng([number, seed]).random(400) < SHARES[arm["name"]] for seed in range(3)], 0
+        )
+        assert arm["recall"] == pytest.approx({"all": hits.mean(), "few": hits[LABELS == 3].mean()})
+    recalls = {arm["name"]: arm["recall"]["all"] for arm in found["arms"]}
+    assert (held["first_value"], held["second_value"]) == (recalls["real"], recalls["held back"])
+    points = change(100 * (recalls["held back"] - recalls["real"]))
+    assert in_words(held).startswith(
+        f"all classes: cannot tell (held back against real: {points} points, 95 % interval "
+    )
     assert found == json.loads((tmp_path / "a/study.json").read_text())
     assert subject.outcome(subject.place("generator")) == {"name": "generator"}
     assert not list((tmp_path / "a/runs").glob("*/checkpoints"))  # 4 * 3 of them would be gigabytes
