@@ -135,7 +135,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
         Raises UserError if images may have several classes, and DamageError.
         """
-        self._new_labels = np.array([classes.index(name) for name in self.classes])
+        self._new_labels = np.array([classes.index(name) for name in self.shards[0].classes])
         self._labels = None
         histogram = np.bincount(self.labels(), minlength=len(classes)).tolist()
         self.meta = self.meta.model_copy(update={"classes": list(classes), "histogram": histogram})
@@ -155,7 +155,10 @@ class Dataset(AbstractContextManager["Dataset"]):
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = self._shard(index)
-        return stored_image(shard, index - shard.first)
+        pixels, label = stored_image(shard, index - shard.first)
+        if self._new_labels is not None:
+            label = int(self._new_labels[label])
+        return pixels, label
 
     def read(
         self,

@@ -95,6 +95,9 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path, chan
             assert not dataset.gathers
             expected = [middle(sample_image.transpose(1, 2, 0), side) for sample_image in levels[source]]
             np.testing.assert_array_equal(dataset.read(range(5))[0], expected)
+    wide, _ = Dataset(path, resolution="24x16").read(range(5))  # 16 px are high enough, but too narrow
+    parts = [cv2.resize(np.ascontiguousarray(image[5:26]), (24, 16)) for image in images.transpose(0, 2, 3, 1)]
+    np.testing.assert_array_equal(wide.transpose(0, 2, 3, 1), np.reshape(parts, (5, 16, 24, channels)))
 
 
 def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(tmp_path):
@@ -113,9 +116,30 @@ def test_sizes_of_their_own_are_cropped_in_the_middle_and_a_model_says_the_side(
     def model(asked: int | None, resolution: int) -> dict[str, Any]:
         return {"config": {"data": {"resolution": asked}}, "shape": {"channels": 3, "resolution": resolution}}
 
-    cases = [("pyramid", None, 16, 16), ("own", None, 20, 20), ("pyramid", 12, 12, 12)]  # the last as the config asked
+    cases = [("pyramid", None, 16, 16), ("own", None, 20, 20), ("pyramid", 12, 16, 12)]  # the last as the config asked
     for name, asked, side, expected in [*cases, ("pyramid", None, 12, 32)]:  # refused later, not rescaled
         assert dataset_for_model(tmp_path / f"{name}.lmdb", model(asked, side)).resolution == expected
+
+
+def test_images_for_a_model_get_its_class_order_and_must_have_its_range(tmp_path):
+    def opened(name: str, task: str = "classifier", **shape: Any) -> tuple[list[str], list[int]]:
+        shape = {"channels": 3, "resolution": 8} | shape
+        model = {"config": {}, "task": task, "classes": CLASSES, "shape": shape}
+        with dataset_for_model(tmp_path / f"{name}.lmdb", model) as dataset:
+            return dataset.classes, dataset.label_numbers().tolist()
+
+    images, turned = sample_images(3), CLASSES[::-1]
+    pack_arrays(tmp_path / "all.lmdb", images, [0, 1, 2], turned)
+    pack_arrays(tmp_path / "some.lmdb", images, [0, 1, 0], ["emu", "cat"])
+    pack_arrays(tmp_path / "sets.lmdb", images, [0, 1, 0], turned, label_sets=[[0], [0, 2]])
+    pack_arrays(tmp_path / "deep.lmdb", images.astype(np.uint16) * 16)
+    assert opened("all") == opened("all", "gan") == (CLASSES, [2, 1, 0])
+    assert opened("some") == (CLASSES, [2, 0, 2])
+    assert opened("some", "gan") == (["emu", "cat"], [0, 1, 0])
+    assert opened("sets") == (turned, [0, 1, 0])
+    assert opened("deep", pixel_format={"depth": "uint16", "high": 4095.0}) == ([], [0, 0, 0])
+    told = r"16 bits \(0 to 4095\), those of the model's training RGB, 16 bits \(0 to 65535\); pack them alike"
+    assert_raises(UserError, told, opened, "deep", pixel_format={"depth": "uint16"})
 
 
 def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
@@ -186,6 +210,10 @@ def pack_shards(folder: Path, encoding: str = "raw") -> list[Path]:
 def test_shards_are_one_data_set(tmp_path, encoding, workers):
     paths = pack_shards(tmp_path, encoding)
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
+    options: dict[str, Any] = {"crop": RandomCrop(area=(0.3, 0.9), aspect=(0.8, 1.25)), "workers": workers}
+    with Dataset(tmp_path / "whole.lmdb", **options) as whole, Dataset(paths, **options) as parts:
+        cropped = [dataset.read(order, keys(0, len(order)))[0] for dataset in (whole, parts)]
+    np.testing.assert_array_equal(cropped[0], cropped[1])
     patterns: list[str | Path] = [str(tmp_path / "part-[01].lmdb"), paths[2]]
     for given in (str(tmp_path / "part-*.lmdb"), paths, patterns):
         with open_dataset(given, workers=workers) as parts:
@@ -202,6 +230,10 @@ def test_shards_are_one_data_set(tmp_path, encoding, workers):
         labels = np.array([1, 2, 0])[np.concatenate([LABELS[10:22], LABELS[:9]])]
         np.testing.assert_array_equal(parts.read(range(21))[1], labels)
         assert (parts.classes[3], parts.meta.by_class) == ("fox", [7, 7, 7, 0])
+        assert [parts.image(index)[1] for index in range(4)] == labels[:4].tolist()
+        parts.relabel(["cat", "emu", "dog"])
+        again = pickle.loads(pickle.dumps(parts)).labels()
+        np.testing.assert_array_equal(again, np.array([1, 0, 2])[labels])
 
 
 def test_shards_pool_their_metadata(tmp_path):
@@ -238,6 +270,9 @@ def test_shards_that_do_not_fit_and_patterns_without_files_are_named(tmp_path):
         "channels": {"images": sample_images(4, 1)},
         "resolutions": {"images": sample_images(4, side=16)},
         "encoding": {"encoding": "png"},
+        "sets": {"label_sets": [[0], [0, 2]]},
+        "size": {"images": sample_images(4, side=16)[:, :, :8]},
+        "pixel_format": {"images": sample_images(4).astype(np.uint16)},
     }
     for name, options in others.items():
         other = tmp_path / f"other {name}.lmdb"

@@ -155,7 +155,7 @@ def _open(spec: str, options: SourceOptions) -> Source:
         source = NAMED[name](side, options.root)
         if name != "sample":
             source.takes = frozenset(("root",))
-        source.splits = ("test", "train")
+        source.splits = source.splits or ("test", "train")
         return source
     path = Path(spec).expanduser()
     if not path.exists():

@@ -39,7 +39,12 @@ def test_idx_files(tmp_path, suffix):
         assert (source.spec, len(source)) == (ImageSpec(1, 28, 28), 12)
         np.testing.assert_array_equal(source.content(7), IMAGES[7, :, :, None])
         assert source.labels()[7] == 3
+        assert source.splits == ("test", "train")
     assert len(open_source(str(tmp_path), split="test")) == 5
+    for kind in ("images-idx3", "labels-idx1"):
+        (tmp_path / f"train-{kind}-ubyte{suffix}").unlink()
+    for source in (open_source(str(tmp_path), split="test"), open_source("idx", root=tmp_path, split="val")):
+        assert (len(source), source.splits) == (5, ("test",))
 
 
 def test_root_must_exist_and_fit(photos, tmp_path):
