@@ -85,17 +85,28 @@ def test_a_label_twice_or_empty_counts_once(tmp_path):
     assert (source.classes, source.label_sets) == (["cat", "dog", "\xe9"], [[0, 1], [1], [2]])
 
 
-def test_a_packed_file_keeps_sets_and_is_packed_again_the_same(tmp_path):
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_a_packed_file_keeps_sets_and_is_packed_again_the_same(tmp_path, encoding):
     source = separated(csv_of(tmp_path, list(map(";".join, LISTS))))
-    first = pack(source, tmp_path / "x.lmdb").meta
+    first = pack(source, tmp_path / "x.lmdb", encoding=encoding).meta
     assert (first.sets, first.histogram, first.by_class, first.labels) == (SETS, [1, 1, 1, 2, 1], [1, 4, 4], 5)
     hot = first.multi_hot[NUMBERS]
     assert hot.tolist() == [[name in labels for name in first.classes] for labels in LISTS]
-    again = pack(source_at(tmp_path / "x.lmdb"), tmp_path / "again.lmdb").meta
+    again = pack(source_at(tmp_path / "x.lmdb"), tmp_path / "again.lmdb", encoding=encoding).meta
     assert (again.sets, again.content_hash) == (first.sets, first.content_hash)
     with LMDBReader(tmp_path / "x.lmdb") as reader:
         assert not inspect.verify(reader)
         assert reader.labels().tolist() == NUMBERS
+
+
+def test_a_set_may_lose_all_images_but_a_class_may_not(tmp_path):
+    file = csv_of(tmp_path, list(map(";".join, LISTS)))
+    (tmp_path / "1.png").write_text("no image")  # the only cat alone
+    summary = pack(separated(file), tmp_path / "x.lmdb", on_error="skip")
+    assert summary.meta.histogram == [1, 1, 0, 2, 1]
+    (tmp_path / "5.png").write_text("no image")
+    with pytest.raises(UserError, match="no image of class bird could be used, 2 skipped"):
+        pack(separated(file), tmp_path / "y.lmdb", on_error="skip")
 
 
 def test_a_file_of_one_label_says_nothing_of_sets(tmp_path):
@@ -138,3 +149,7 @@ def test_sets_that_are_frequent_are_held_out_evenly_and_rare_ones_together(tmp_p
     summary = pack(separated(tmp_path / "l.csv"), tmp_path / "x.lmdb", val_share="0.25")
     assert (summary.meta.histogram, summary.held_out.histogram) == ([9, 18, 9, 9], [3, 6, 3, 3])
     assert summary.held_out.sets == summary.meta.sets
+    cells = [*["a"] * 40, *(f"a;{number // 2}" for number in range(20))]  # ten sets of two images
+    (tmp_path / "l.csv").write_text("path,label\n" + "".join(f"{n}.png,{cell}\n" for n, cell in enumerate(cells)))
+    summary = pack(separated(tmp_path / "l.csv"), tmp_path / "y.lmdb", val_share="0.25")
+    assert (summary.held_out.count, summary.held_out.histogram[-1]) == (15, 10)

@@ -168,6 +168,10 @@ def test_crop_takes_the_middle_pad_keeps_pixels_exact_takes_no_other_size():
         scaled = fit(hidden, 9, how, alpha=True)
         shown = scaled[scaled[..., 3] > 0]
         assert np.abs(shown[:, :3].astype(int) - (10, 20, 30)).max() <= 8
+    photo = photograph()
+    for how in ("pad", "crop", "shorter-side-20+bilinear+centre-crop"):  # of 16 bits by the same filter
+        scaled, deep = (fit(image, 16, how).astype(int) for image in (photo, photo.astype(np.uint16) * 257))
+        assert np.abs(deep - 257 * scaled).mean() <= 257
     assert fit(GRADIENT, 16, "exact") is GRADIENT
     assert_raises(ImageError, "is 12x16 px where 16x16 was expected; pass --size", fit, GRADIENT[:, :12], 16, "exact")
 

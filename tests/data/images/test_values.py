@@ -260,14 +260,35 @@ def test_transparent_colours_do_not_bleed_where_images_are_scaled(tmp_path):
         seen = scaled[..., 3] > 20
         assert scaled[seen][:, 1].max() <= 2
         assert scaled[seen][:, 0].min() >= 250
-    for encoding in ("raw", "png"):  # also where packed images are scaled while they are read
-        packed(tmp_path / encoding, {"a.png": png(pixels)}, channels=4, encoding=encoding).close()
-        with Dataset(tmp_path / f"{encoding}.lmdb", resolution=12) as dataset:
+    ways: dict[str, dict[str, Any]] = {"raw": {}, "png": {"encoding": "png"}, "smaller": {"size": 12}}
+    for name, options in ways.items():  # also where images are scaled while they are packed or read
+        packed(tmp_path / name, {"a.png": png(pixels)}, channels=4, **options).close()
+        with Dataset(tmp_path / f"{name}.lmdb", resolution=12) as dataset:
             (scaled,), _ = dataset.read([0])
         seen = scaled[3] > 20
         assert seen.sum() > 20
         assert scaled[1, seen].max() <= 2
         assert scaled[0, seen].min() >= 250
+
+
+def test_a_range_is_that_of_the_file_that_is_packed_anew_and_of_both_parts(tmp_path):
+    """Of other values than before, it is found anew."""
+    floats = {f"{number}.npy": npy(np.random.default_rng(number).normal(size=(8, 8, 5))) for number in range(6)}
+    ends = pytest.approx(np.quantile(NUMBERS, (0.001, 0.999)).tolist(), rel=1e-6)
+    cases: tuple[Any, ...] = (
+        (floats, {"value_range": (-9.0, 9.0)}, {"size": 4}, (-9, 9)),
+        (floats, {"value_range": (-9.0, 9.0)}, {"val_share": 0.5}, (-9, 9)),
+        ({"a.png": png(NUMBERS)}, {"depth": "16"}, {"depth": "float"}, ends),
+    )
+    for number, (files, options, again, expected) in enumerate(cases):
+        first = packed(tmp_path / f"{number}", files, **options)
+        with open_source(str(first.path)) as source:
+            summary = pack(source, tmp_path / "again.lmdb", overwrite=True, **again)
+        ranges = [(meta.spec.low, meta.spec.high) for meta in (summary.meta, summary.held_out) if meta]
+        assert ranges == [expected] * len(ranges)
+    whole, training = packed(tmp_path / "whole", floats), packed(tmp_path / "parts", floats, val_share=0.5)
+    with Dataset(tmp_path / "parts-val.lmdb") as held_out:
+        assert whole.spec == training.spec == held_out.spec
 
 
 def test_people_see_the_range():

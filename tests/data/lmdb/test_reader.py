@@ -23,7 +23,7 @@ from duetgan.data.lmdb.writer import LMDBWriter
 from duetgan.data.packing.records import add_image, make_record, pack_arrays, pixel_sums
 from duetgan.data.reading.dataset import Dataset
 from duetgan.utils.errors import DamageError, UserError
-from duetgan.utils.image_spec import ImageSpec
+from duetgan.utils.image_spec import ImageSpec, PixelFormat
 from tests.conftest import assert_raises
 from tests.data.conftest import CLASSES, change, sample_images
 from tests.data.reading.test_loader import halved
@@ -94,6 +94,9 @@ def test_several_blocks_and_the_content_hash(tmp_path, small_blocks, monkeypatch
         hashes.append(pack_arrays(tmp_path / f"sets-{number}.lmdb", *sets[0], **how).content_hash)
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 6
+    meta = pack_arrays(tmp_path / "deep.lmdb", images.astype(np.uint16))
+    wider = meta.model_copy(update={"pixel_format": PixelFormat(depth="uint16", high=511.0)})
+    assert wider.hash_of({8: [b""]}) != meta.hash_of({8: [b""]})  # the range of the values
     monkeypatch.setattr("duetgan.data.lmdb.writer.BLOCK_BYTES", 3 * 3 * 8 * 8)
     images, labels, order = sample_images(5, side=16), np.array([2, 0, 1, 1, 0]), np.array([4, 0, 3])
     for encoding, blocks in (("raw", [4, 3, 1]), ("png", [4, 4, 4])):  # at 4, 8 and 16 px

@@ -186,6 +186,10 @@ def test_find(planted, monkeypatch):
         f"  6 (cat) ~ 24 (dog), correlation {of[6]}: different labels",
         f"  5 (emu) ~ 23 (emu), correlation {of[5]}",
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(near_duplicates, "CROWD", 0)  # all are of a crowd, for which nothing is similar enough
+        patch.setattr(near_duplicates, "CROWD_CORRELATION", 1.1)
+        assert find(LMDBReader(planted), similar=True).near == []
     monkeypatch.setattr(near_duplicates, "LIMIT", 1)
     report = find(LMDBReader(planted), similar=True)
     assert report.cut_short
@@ -198,7 +202,7 @@ def test_leaks(planted, tmp_path):
     pack_arrays(tmp_path / "b.lmdb", shared, [0, 0, 0, 0, 0, 1, 1, 1, 0], ["emu", "dog"])  # classes by name
     report = find(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"), similar=True)
     assert summary(report) == ([([3, 20, 21], [5], True), ([7], [6, 7], False)], [(8, 8, False)])
-    assert report.exact_duplicates == 3
+    assert (report.exact_duplicates, report.images, report.other_images) == (3, 27, 9)
     names = naming(LMDBReader(planted)), naming(LMDBReader(tmp_path / "b.lmdb"))
     assert lines(report, *names)[:4] == [
         f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups; 1 group with different labels",

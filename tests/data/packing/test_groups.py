@@ -20,6 +20,7 @@ from duetgan.commands.planning.measure import survey
 from duetgan.commands.planning.plan import choose
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing import split
+from duetgan.data.packing.pack import pack
 from duetgan.data.packing.split import balance, group_counts
 from duetgan.data.reading.dataset import Dataset
 from duetgan.reporting.figures import data_tables
@@ -154,6 +155,8 @@ def test_no_patient_is_on_both_sides_and_the_files_plan_and_report_say_so(scans,
     assert [row[-1] for row in rows] == [f"{len(part)} ({option})" for part in (training, held_out)]
     succeed(main, scans / "t.csv", tmp_path / "t.lmdb", "--size=16", "--val-share=0.2", "--group-column=patient")
     assert parts_of(tmp_path / "t.lmdb") == [training, held_out]  # the same split
+    succeed(main, scans / "scans", tmp_path / "s.lmdb", "--size=16", "--val-share=0.2", "--seed=1", PATIENT)
+    assert parts_of(tmp_path / "s.lmdb") != [training, held_out]
 
     parser = Parser(prog="x")
     add_table_options(parser)
@@ -173,6 +176,24 @@ def test_a_skipped_image_moves_no_other_to_another_group(scans, tmp_path):
     training, held_out = parts_of(tmp_path / "x.lmdb")
     assert held_out
     assert not set(training) & set(held_out)
+
+
+def test_groups_of_images_of_several_labels_are_divided_by_class(tmp_path):
+    draws, rows = np.random.default_rng(1), []
+    counts = np.zeros((8, 4), np.int64)  # of each patient and class, and all
+    for number in range(48):
+        Image.fromarray(draws.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        labels, patient = np.flatnonzero(draws.random(3) < 0.4), int(draws.integers(8))
+        counts[patient, [*labels, 3]] += 1
+        rows.append(f"{number}.png,{';'.join(map(str, labels))},{patient}")
+    (tmp_path / "t.csv").write_text("\n".join(["path,label,patient", *rows]))
+    source = source_at(tmp_path / "t.csv", label_separator=";", group_column="patient")
+    pack(source, tmp_path / "x.lmdb", val_share="0.25", duplicates=False)
+    with LMDBReader(tmp_path / "x-val.lmdb") as reader:
+        held_out = {rows[int(name.split(".")[0])].split(",")[2] for name in reader.names()}
+    choices = itertools.product((False, True), repeat=8)
+    costs = {choice: exact_cost(counts, choice, Fraction(1, 4)) for choice in choices}
+    assert tuple(str(patient) in held_out for patient in range(8)) == min(costs, key=lambda choice: costs[choice])
 
 
 def test_groups_of_tables_follow_their_rows(scans):

@@ -51,7 +51,7 @@ def test_json_is_one_document_and_out(packed, tmp_path, capsys):
     main([str(packed), "--json"])
     document = json.loads(capsys.readouterr().out)
     meta = LMDBReader(packed).meta
-    assert document["count"] == 20
+    assert (document["count"], document["size"]) == (20, 8)
     for key in ("classes", "channels", "resolutions", "encoding", "histogram", "content_hash", "mean"):
         assert document[key] == getattr(meta, key)
     assert document["bytes"] == packed.stat().st_size

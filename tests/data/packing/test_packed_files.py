@@ -80,6 +80,12 @@ def test_the_copy_is_made_anew_when_the_folder_has_changed(photos, own_cache, ca
     open_dataset(Path(os.path.relpath(photos)))
     assert "packed once" not in capsys.readouterr().err
     image = next(photos.rglob("*.png"))
+    copies = [first]
+    for more, time in ((b"", 1), (b"more", 1)):  # of another time, and then of another size
+        image.write_bytes(image.read_bytes() + more)
+        os.utime(image, ns=(time, time))
+        open_dataset(photos)
+        copies += own_cache.glob("*.lmdb")
     (photos / "notes.txt").symlink_to("nowhere")
     (photos / "linked").symlink_to(image.parent.rename(photos.parent / "elsewhere"))
     image = photos.parent / "elsewhere" / image.name
@@ -90,7 +96,9 @@ def test_the_copy_is_made_anew_when_the_folder_has_changed(photos, own_cache, ca
     with open_dataset(photos) as fewer:
         assert len(fewer) == 19
     (third,) = own_cache.glob("*.lmdb")
-    assert len({first, second, third}) == 3
+    assert len({*copies, second, third}) == 5
+    open_dataset(photos.parent / "elsewhere")
+    assert third.exists()  # as the copy of another folder
 
 
 def test_the_copy_of_tars_is_made_once_and_anew_when_a_tar_has_changed(shards, own_cache, monkeypatch, tmp_path):

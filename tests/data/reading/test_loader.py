@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from duetgan.data.images.decode import RandomCrop
 from duetgan.data.packing.records import pack_arrays
+from duetgan.data.reading.cached_features import CachedFeatures
 from duetgan.data.reading.dataset import Dataset
 from duetgan.data.reading.loader import Batch, InfiniteLoader, alternating_flip_
 from duetgan.data.reading.sampler import GlobalSampler, SampleKeys
@@ -80,6 +81,24 @@ def test_waiting_is_measured_and_batches_go_to_a_device(packed, monkeypatch):
         assert 0.05 * count <= loader.wait_seconds < 2.5 * count
     batch = batches[0].to("meta")
     assert batch.images.device.type == batch.labels.device.type == "meta"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_features_take_the_place_of_images_from_the_next_batch_on(packed, prefetch):
+    """And images that of features, whatever was read ahead."""
+    loader = unstaged(packed, prefetch)
+    rows, labels = np.arange(60, dtype=np.uint8).reshape(20, 3), np.arange(20) % 3
+    features = CachedFeatures(rows, torch.uint8, views=1, labels=labels, real_images=None)
+    for number, (indices, _) in enumerate(batches_of(loader.sampler, 6)):
+        loader.read_from(features if number in (2, 3) else None)
+        batch = next(loader)
+        found, expected = batch.images, sample_images(20)
+        if batch.features is not None:
+            found, expected = batch.features.flatten(1), rows
+        assert (batch.features is not None) == (number in (2, 3))
+        np.testing.assert_array_equal(found, expected[indices])
+        np.testing.assert_array_equal(batch.labels, labels[indices])
+    loader.close()
 
 
 @pytest.mark.gpu

@@ -246,14 +246,15 @@ def test_packed_again_at_the_resolution_that_is_chosen_by_size(packed, tmp_path)
             assert contents(source)[2].shape == (side, side, 3)
 
 
-def test_damaged_packed_image_is_named(tmp_path):
-    images = sample_images(5)
+def test_damaged_packed_image_is_named(tmp_path, small_blocks):
+    images = sample_images(9)
     pack_arrays(tmp_path / "x.lmdb", images)
-    flip(tmp_path / "x.lmdb", images[2].tobytes())
+    flip(tmp_path / "x.lmdb", images[6].tobytes())
     with source_at(tmp_path / "x.lmdb") as source:
-        item_refused(source, 2, "is damaged")
-        assert source.item_name(2).endswith("x.lmdb: record 2")
-        np.testing.assert_array_equal(source.content(3), images[3].transpose(1, 2, 0))
+        item_refused(source, 6, "is damaged")
+        assert source.item_name(6).endswith("x.lmdb: record 6")
+        for index in (2, 5, 7, 8):  # of other blocks, and beside it
+            np.testing.assert_array_equal(source.content(index), images[index].transpose(1, 2, 0))
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
