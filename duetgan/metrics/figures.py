@@ -14,7 +14,7 @@ from torch import Tensor
 
 from duetgan.metrics.classification import answers, labels
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.protocol import PER_CLASS, Document
+from duetgan.metrics.protocol import Document
 from duetgan.metrics.samples import judged, neighbours
 from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.intra_class import intra_class_frechet
@@ -88,10 +88,10 @@ class Samples:
     n: int
     names: Sequence[str]  # class names; empty for an unconditional generator
     probabilities: Tensor | None  # of the judge, if any, [n, K]
-    thresholds: Tensor | None = None  # of the judge, [K], if images have several labels
+    thresholds: Tensor | None  # of the judge, [K], if images have several labels
     seed: int
-    per_class: int = PER_CLASS  # images of each class for the diversity
-    extractor: str = ""  # name of the extractor
+    per_class: int  # images of each class for the diversity
+    extractor: str  # name of the extractor
 
     @property
     def pixels(self) -> tuple[Tensor, Tensor] | None:

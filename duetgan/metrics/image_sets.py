@@ -20,7 +20,7 @@ from duetgan.metrics.features.extractors import Extractor, build, compute_featur
 from duetgan.metrics.features.selection import Selection, select
 from duetgan.metrics.figures import UNLABELLED, Samples, measured
 from duetgan.metrics.intervals import Measured
-from duetgan.metrics.protocol import GAN_IMAGES, SEARCHED, Document
+from duetgan.metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED, Document
 from duetgan.metrics.results import Evaluation
 from duetgan.metrics.samples import memorisation
 from duetgan.metrics.tables import few_images
@@ -197,7 +197,9 @@ def _metrics(
         n=n,
         names=[],
         probabilities=None,
+        thresholds=None,
         seed=seed,
+        per_class=PER_CLASS,
         extractor=extractor.name,
     )
     return {"n": n} | measured(UNLABELLED, samples, notes)

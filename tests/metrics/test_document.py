@@ -379,6 +379,7 @@ def test_a_gan(trained, pictures, capsys):
             "training": training,
             "labels": label_tensor,
             "extractor": name,
+            "thresholds": None,
         }
         record = Samples(**about, n=N, names=NAMES, probabilities=None, seed=SEED, per_class=per_class)
         row: dict[str, Any] = {"extractor": name, "weights": source, "n": N}

@@ -85,7 +85,7 @@ def test_what_a_figure_lacks_is_none_and_said():
     row = Figure("x", "x", "x", lambda record: Measured(1.0), needs={"training": "no training images", "labels": ""})
     record = figures.Samples(
         fake=torch.zeros(2, 1), real=torch.zeros(2, 1), training=None, labels=torch.zeros(2), n=2, names=[],
-        probabilities=None, seed=0,
+        probabilities=None, thresholds=None, seed=0, per_class=1, extractor="",
     )  # fmt: skip
     notes: dict[str, str] = {}
     assert figures.measured([row], record, notes) == {"x": None, "x_interval": None}

@@ -54,8 +54,10 @@ def figures(samples):
         n=N,
         names=[str(label) for label in range(CLASSES)],
         probabilities=(-torch.cdist(samples, CENTRES)).softmax(1),
+        thresholds=None,
         seed=0,
         per_class=100,
+        extractor="",
     )
     copies, _ = memorisation(samples, RealSet(TRAIN, LABELS), RealSet(TEST, LABELS))
     return measured(GAN, record, {}) | {"copies": copies["copies"]}
