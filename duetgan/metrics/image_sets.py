@@ -68,7 +68,8 @@ def compare_images(
     Returns:
         The metrics. `document` has the paths `images`, `reference` and, if given, `training`; `n`;
         `seed`; `size`; `distances`, with a dict for each extractor; `memorisation`, the result of
-        `search_copies` or `near_copies`; and `notes`. The dict of an extractor has `extractor`,
+        `search_copies` or `near_copies`, whose pairs have the record number `sample` and the
+        `label` of an image of `images`; and `notes`. The dict of an extractor has `extractor`,
         `weights`, `n`, the metrics with their intervals, and `floors`, the metrics' floors and
         their n.
 
@@ -119,6 +120,9 @@ def compare_images(
         ]
         find = near_copies if training is None else memorisation.search_copies
         copies = find(search, image_sets[0].features, *image_sets[1:])
+        for name in ("closest", "first"):
+            if name in copies:
+                copies[name] = [_of_record(pair, draws[0]) for pair in copies[name]]
     notes = few_images(n, distances=True)
     distances = []
     for extractor, fake, real, *train in zip(built, *features, strict=False):
@@ -179,6 +183,12 @@ def common_spec(datasets: Sequence[Dataset]) -> ImageSpec:
 
 def _read(dataset: Dataset, draw: Selection, channels: int, rows: range) -> Tensor:
     return draw.images(dataset, rows).expand(-1, channels, -1, -1)
+
+
+def _of_record(pair: Document, draw: Selection) -> Document:
+    """Replace the position of an image in the draw by its record number, and set its label."""
+    position = pair["sample"]
+    return pair | {"sample": int(draw.indices[position]), "label": int(draw.labels[position])}
 
 
 def _metrics(

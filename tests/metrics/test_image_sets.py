@@ -6,6 +6,7 @@ import tarfile
 import zipfile
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def test_the_figures_are_those_of_an_evaluation_of_the_same_images(form, samples
         assert row["floors"]["frechet"] == pytest.approx(theirs["floor"], rel=1e-5)
         assert row["floors"]["kernel"] == pytest.approx(theirs["kernel_floor"], rel=1e-5, abs=1e-7)
     if form == "packed":
+        for pair in chain(*(expected["memorisation"][name] for name in ("closest", "first"))):
+            pair["label"] = pair["sample"] // 20  # of the image that was given, 20 of each class
         assert result["memorisation"] == expected["memorisation"]
     else:  # in 8x8 px of RGB, distances are larger by the root of 3
         for key in ("share", "expected", "near", "p_value"):
@@ -154,11 +157,13 @@ def test_sets_of_more_than_eight_bits_are_compared_as_they_are_stored(tmp_path):
     """In one channel, and from the same values to the same ones."""
     draw = np.random.default_rng(0)
     for name, channels, high in (("a", 1, 4095), ("b", 1, 4095), ("c", 1, 65535), ("d", 3, 4095)):
-        values = draw.integers(0, 4096, (12, channels, 8, 8)).astype(np.uint16)
+        values = draw.integers(0, 4096, (11, channels, 8, 8)).astype(np.uint16)
         values[0, 0, 0, :2] = 0, high  # the range is that of the values
         pack_arrays(tmp_path / f"{name}.lmdb", values)
     compare = partial(duetgan.compare_images, tmp_path / "a.lmdb", extractors=["pixels"])
-    (row,) = compare(tmp_path / "b.lmdb").document["distances"]
+    document = compare(tmp_path / "b.lmdb").document
+    (row,) = document["distances"]
+    assert (row["floors"]["density"], "density" in document["notes"]) == (None, False)  # half of 11 are too few
     fake, real = (features_of(tmp_path / f"{name}.lmdb", seed) for name, seed in (("a", None), ("b", 0)))
     assert row["frechet"] == pytest.approx(frechet_distance(fake, real)[0], rel=1e-6)
     for other in "cd":
@@ -182,6 +187,10 @@ def test_results_are_typed_and_a_table(samples, files, monkeypatch):
     row = result.document["distances"][0]
     fake, real = features_of(samples["packed"], SEED, "images")[:30], features_of(files["val_path"], SEED)[:30]
     assert row["frechet"] == pytest.approx(frechet_distance(fake, real)[0], rel=1e-6)
+    place = int(cdist(fake, real).min(1).argmin())
+    record = numpy_generator(SEED, "eval", "images").permutation(60)[place]  # packed in the order of classes
+    closest = result.document["memorisation"]["closest"][0]
+    assert (closest["sample"], closest["label"]) == (record, record // 20)
     metric = result["recall"]
     assert (metric.value, [metric.low, metric.high]) == (row["recall"], row["recall_interval"])
     assert (metric.floor, metric.extractor) == (row["floors"]["recall"], "pixels")
@@ -205,19 +214,21 @@ def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refu
         return Bar(**named | {"disable": True})
 
     monkeypatch.setattr("duetgan.metrics.features.extractors.Bar", noted)
-    arguments = [str(samples["packed"]), files["val_path"], "--extractor", "pixels", "--n", "30"]
+    arguments = [str(samples["packed"]), files["val_path"], "--extractor", "pixels", "--n", "40"]
     assert run_cli(script.main, [*arguments, "--json"]) == 0
     assert hidden == [False, False]
     document = json.loads(capsys.readouterr().out)
-    assert document == duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=30).document
-    for more, origin in (([], "one half of the reference"), (["--training", files["path"]], files["path"])):
+    assert document == duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=40).document
+    cases: list[tuple[list[str], str, int]] = [([], "one half of the reference", 30)]
+    cases.append((["--training", files["path"]], files["path"], 40))
+    for more, origin, floor_n in cases:
         assert run_cli(script.main, [*arguments, *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         options = {"training": files["path"]} if more else {}
-        document = duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=30, **options).document
-        assert lines[:3] == [" compared with ".join(arguments[:2]), f"n 30 of each, {SIDE}x{SIDE} px, seed 0", ""]
+        document = duetgan.compare_images(*arguments[:2], extractors=["pixels"], n=40, **options).document
+        assert lines[:3] == [" compared with ".join(arguments[:2]), f"n 40 of each, {SIDE}x{SIDE} px, seed 0", ""]
         (row,), copies = document["distances"], document["memorisation"]
-        table = [["pixels", "value", "floor (n 30)"]]
+        table = [["pixels", "value", f"floor (n {floor_n})"]]
         for figure in UNLABELLED:
             value, floor = (formatted(figure.key, values[figure.key]) for values in (row, row["floors"]))
             if row[f"{figure.key}_interval"]:
@@ -232,7 +243,7 @@ def test_the_command_prints_a_table_or_the_document(samples, files, capsys, refu
             words = f"copies: no sign of copies: {share} of the samples .*{expected}"
             words += f".* p-value {formatted('p', copies['p_value'])} .*pixels, 90 "
         assert re.match(words, lines[-2])
-        assert lines[-1].startswith("Few test images (30): distances")
+        assert lines[-1].startswith("Few test images (40): distances")
 
 
 def test_refusals_are_one_line(samples, files, tmp_path, refused):
