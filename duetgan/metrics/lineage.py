@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,8 +78,8 @@ def metas_of(dataset: Dataset) -> list[Meta]:
     return [dataset.meta, *(shard.meta for shard in dataset.shards if len(dataset.shards) > 1)]
 
 
-def data_of(checkpoint: Checkpoint, key: str) -> Any:
-    """Return `data.path` or `data.val_path` of a run's config, if possible as existing paths.
+def data_of(checkpoint: Checkpoint, key: str) -> str | None:
+    """Return `data.path` or `data.val_path` of a run's config, if possible as an existing path.
 
     A path that does not exist is tried relative to each folder above the checkpoint, because the
     run was most likely started in one of them. Then its file name is tried in a subfolder `data` of
@@ -90,22 +89,18 @@ def data_of(checkpoint: Checkpoint, key: str) -> Any:
         key: `path` or `val_path`.
 
     Returns:
-        A path or pattern, a list of them, or None.
+        A path or pattern, or None if the config has none.
     """
-
-    def locate(path: str) -> str:
-        parents = Path(checkpoint.get("file", "")).absolute().parents
-        candidates = [path, *(str(folder / path) for folder in parents)]
-        candidates += [str(folder / "data" / Path(path).name) for folder in parents[:3]]
-        for candidate in candidates:
-            if glob.glob(candidate):
-                return candidate
-        return path
-
-    paths = (checkpoint["config"].get("data") or {}).get(key)
-    if isinstance(paths, str):
-        return locate(paths)
-    return paths and [locate(path) for path in paths]
+    path: str | None = (checkpoint["config"].get("data") or {}).get(key)
+    if not path:
+        return None
+    parents = Path(checkpoint.get("file", "")).absolute().parents
+    candidates = [path, *(str(folder / path) for folder in parents)]
+    candidates += [str(folder / "data" / Path(path).name) for folder in parents[:3]]
+    for candidate in candidates:
+        if glob.glob(candidate):
+            return candidate
+    return path
 
 
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:

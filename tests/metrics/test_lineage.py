@@ -176,6 +176,9 @@ def test_the_lineage_of_files(tmp_path, files):
         with Dataset([files["path"], files["val_path"]]) as both:
             parts = [hash_of(files["path"]), hash_of(files["val_path"])]
             assert lineage_of(both).trained_on == [both.meta.content_hash, *parts]
+    another = PASSPORT | {"seed": 8}
+    with Dataset([samples, pack_samples(tmp_path / "more.lmdb", passport=another)]) as drawn:
+        assert another in lineage_of(drawn).document()["synthetic"]
 
 
 def test_a_restored_classifier_knows_its_lineage_and_two_generators_have_two_fingerprints(tmp_path):
