@@ -186,6 +186,7 @@ def test_refusals(tmp_path, options, files, refused):
     maps = ["--gradcam", tmp_path / "m"]
     for more, told in (
         (["--gradcam-class", "dark"], "belong to --gradcam DIR"),
+        (["--gradcam-layer", "layer1"], "belong to --gradcam DIR"),
         ([*maps, "--gradcam-class", "darc"], "--gradcam-class: no class 'darc' (did you mean 'dark'?)"),
         ([*maps, "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
         (["--gradcam", "/proc/nowhere"], "cannot be written"),
@@ -201,6 +202,8 @@ def test_refusals(tmp_path, options, files, refused):
         ("resnet18", "imagenet", 64, "layer3"),  # layer4 has 2x2: one smear
         ("resnet18", "imagenet", 32, "layer2"),
         ("resnet18", "imagenet", 8, "layer1"),
+        ("resnet18", "imagenet", "128x32", "layer2"),  # the shorter side counts
+        ("resnet18", "imagenet", "32x128", "layer2"),
         ("resnet18", "small", 32, "layer4"),
         ("convnext_tiny", "small", 32, "features.7"),  # other backbones name their own
     ],

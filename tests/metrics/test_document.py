@@ -101,6 +101,8 @@ class Written:
         path = self.run / "checkpoints" / f"step-{BEST:08d}.pt"
         head |= {"checkpoint": str(path), "step": BEST, "task": task, "data": str(data), "seed": SEED, "n": N}
         assert_document(self.document, expected | head)
+        about = [f"{path} (step {BEST}, {task})", f"on {N} images of {data}, seed {SEED}"]
+        assert self.printed.splitlines()[:2] == about
 
     def check_figures(self, extra: dict[str, str]) -> None:
         """Table and page have every figure with its interval in its unit; `more` ends the words of a tile."""

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from duetgan.data.reading.dataset import Dataset
+from duetgan.metrics.evaluate_classifier import logits_of
 from duetgan.metrics.evaluate_gan import _skill, evaluate_generator, has_skill, judge_skills, weak_judges
 from duetgan.metrics.features.extractors import Extractor, RealFeatures, classifier_features, pixel_features
-from duetgan.metrics.features.selection import select
+from duetgan.metrics.features.selection import draw_samples, select
 from duetgan.metrics.figures import GAN, history
+from duetgan.metrics.grad_cam import image_heat
 from duetgan.metrics.intervals import Measured
 from duetgan.metrics.samples import memorisation
 from duetgan.models.classifier import Classifier, ModelConfig
@@ -284,6 +286,20 @@ def test_selection_draws_n_and_fills_up_classes():
     draws = itertools.product((20, 21), (0, 1), ("test", "train"), (0, 10))
     keys = [select(labels, n=n, seed=seed, role=role, per_class=count).key for n, seed, role, count in draws]
     assert len(set(keys)) == len(keys) == 16
+
+
+def test_autocast_around_an_evaluation_changes_nothing(generator, judge, test_reader):
+    images, labels = torch.from_numpy(test_reader.read(range(4))[0]), torch.arange(4) % 3
+    features = classifier_features(judge, name="classifier:x")
+    for compute in (
+        lambda: logits_of(judge, images),
+        lambda: features(images),
+        lambda: image_heat(judge, images, labels),
+        lambda: draw_samples(generator, labels, range(4), seed=0),
+    ):
+        expected = compute()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compute(), expected)
 
 
 def test_modes_and_gradients_are_left_as_they_were(generator, test_reader):

@@ -166,6 +166,8 @@ def test_leaks_are_counted_pixel_for_pixel(tmp_path):
             told = leaks(more, reader, reason="")["leaks"]
         assert told.startswith("15 of 45 test images are training images")
         assert told.endswith(f"see duet duplicates {first} {tmp_path / 'd.lmdb'}")
+        with Dataset([tmp_path / "d.lmdb"] * 2) as twice:  # every test image counts, also one that occurs twice
+            assert leaks(twice, reader, reason="")["leaks"].startswith("30 of 90 test images")
         with Dataset(pack(tmp_path / "b.lmdb", seed=2, count=30)) as other:
             assert not np.isin(other.signatures()["digest"], reader.signatures()["digest"]).any()
             assert leaks(reader, other, reason="") == {}

@@ -120,10 +120,12 @@ class TestEvaluate:
             assert "absent.lmdb" in found["notes"][name]
         assert "neighbours.png" not in found["images"]
 
-    def test_unconditional_generator(self, files, tmp_path):
-        run = gan_run(tmp_path / "run", classes=[], data=files)
-        evaluated(run, run / "eval", "--extractor", "pixels", "--n", "20")
-        assert pixels(run / "eval" / "samples.png").shape == (6 * 64, 10 * 64)  # filled up to all 60 images
+    def test_unconditional_generator(self, runs, files, tmp_path):
+        run, judge = gan_run(tmp_path / "run", classes=[], data=files), ["--classifier", runs["classifier"]]
+        found = evaluated(run, run / "eval", "--extractor", "pixels", "--n", "20", *judge)
+        assert (found["recognised"], found["judge"]["n"]) == (None, 20)
+        for name in ("samples.png", "real.png"):  # of all classes, and filled up to all 60 images
+            assert pixels(run / "eval" / name).shape == (6 * 64, 10 * 64)
 
     def test_default_extractors_are_what_is_there(self, runs, tmp_path, refused, no_weights):
         options = ["--n", "20", "--out", tmp_path]
@@ -297,6 +299,7 @@ class TestPredict:
         assert "caf\\udce9.png" in (tmp_path / "x.csv").read_text()
 
     def test_images_are_sorted_by_class(self, runs, photos, files, tmp_path):
+        shutil.copy(photos / "b.png", photos / "deep" / "b.png")  # another file of the same name and class
         with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
             archive.write(photos / "b.png", "x/b.png")
         options = ["--checkpoint", runs["classifier"], "--sort-into", tmp_path / "sorted"]
@@ -304,14 +307,14 @@ class TestPredict:
         placed = sorted(path for path in (tmp_path / "sorted").rglob("*") if not path.is_dir())
         assert {path.parent.name for path in placed} <= set(CLASSES)
         links = [path for path in placed if path.is_symlink()]
-        assert sorted(path.name for path in links) == ["b.png", "c.png", "d.png", "e.PNG"]
+        assert sorted(path.name for path in links) == ["b-2.png", "b.png", "c.png", "d.png", "e.PNG"]
         assert all(path.resolve().is_file() for path in links)
         stored = Dataset(files["val_path"])
         expected = [pixels(photos / "b.png"), *stored.read(np.arange(len(stored)))[0][:, 0]]
         copies = [pixels(path) for path in placed if not path.is_symlink()]
         assert sorted(image.tobytes() for image in copies) == sorted(image.tobytes() for image in expected)
         assert call(predict, *options, photos) == 2  # again: the same links
-        assert len([path for path in (tmp_path / "sorted").rglob("*") if path.is_symlink()]) == 4
+        assert len([path for path in (tmp_path / "sorted").rglob("*") if path.is_symlink()]) == 5
 
     @pytest.mark.parametrize("label", ["..", ".", "../../x", "a/b", "\0"])
     def test_no_class_leads_out_of_the_folder_of_sorted_images(self, label, photos, tmp_path):

@@ -199,6 +199,12 @@ def test_quickstart_report_holds_both_runs(tmp_path):
     assert [text for text in shown if text not in found.text] == []
     assert found.tags.count("img") == 4 + 1
     assert found.tags.count("details") >= 2  # both configurations, folded away
+    classifier, gan = (pieces(write_report(tmp_path / name).read_text()) for name in ("classifier", "gan"))
+    both = pieces((tmp_path / "report.html").read_text())
+    for part in ("captions", "charts", "remarks", "tables"):  # each run's, in the order of the runs
+        assert both[part] == classifier[part] + gan[part]
+    total = ("75 s", "total time of all commands")
+    assert sorted(both["tiles"]) == sorted([*classifier["tiles"], *gan["tiles"], total])
 
 
 def make_told_run(folder: Path) -> Path:

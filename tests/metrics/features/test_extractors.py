@@ -102,21 +102,27 @@ def test_what_is_missing_or_not_finite_is_told(no_weights):
         Extractor("two", 2, lambda images: torch.full((len(images), 2), torch.nan), CPU)(sample_images())
 
 
-def test_precision_and_modes_come_back():
+def precision_flags():
+    cudnn = torch.backends.cudnn
+    return [torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic]
+
+
+def test_precision_and_modes_come_back(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cpu", torch.bfloat16), full_float32("cpu"):
-            inside = [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
+            inside = precision_flags()
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
-        assert inside == ["highest", False]
-        assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["high", True]
+        assert inside == ["highest", False, False, True]
+        assert precision_flags() == ["high", True, True, False]
         first, second = full_float32("cpu"), full_float32("cpu")  # of two threads: the first to come is the first to go
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)
         assert torch.get_float32_matmul_precision() == "highest"
         second.__exit__(None, None, None)
-        assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["high", True]
+        assert precision_flags() == ["high", True, True, False]
     finally:
         torch.set_float32_matmul_precision("highest")
     on, off = nn.Linear(1, 1).train(), nn.Linear(1, 1).eval()
@@ -185,7 +191,7 @@ def he_file(state, tmp_path_factory):
 
 @pytest.fixture
 def images():
-    return torch.randint(256, (2, 3, 20, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return torch.randint(256, (2, 3, 20, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
 def reference(state, images, side, *, he_strides):
@@ -206,7 +212,7 @@ def test_features_follow_the_protocol(he_file, state, images):
     features = extractor(images)
     assert features.dtype == torch.float32
     torch.testing.assert_close(features, reference(state, images, 64, he_strides=True), rtol=1e-3, atol=1e-4)
-    larger = images[:1].repeat(1, 1, 4, 4)[..., :65, :65]  # is scaled to 224 px
+    larger = images[:1].repeat(1, 1, 4, 1)[..., :65, :60]  # its longer side has more than 64 px
     expected = reference(state, larger, 224, he_strides=True)
     torch.testing.assert_close(extractor(larger), expected, rtol=1e-3, atol=1e-4)
     grey = images[:, :1]

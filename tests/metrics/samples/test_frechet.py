@@ -13,6 +13,7 @@ from duetgan.metrics.samples.frechet import frechet_distance
 from duetgan.metrics.samples.intra_class import intra_class_frechet
 from duetgan.metrics.samples.judged import diversity_by_class, diversity_ratio, mean_distances
 from duetgan.metrics.samples.kernel import kernel_distance, squared_mmd
+from duetgan.utils.seeding import numpy_generator
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):
@@ -61,30 +62,35 @@ def test_fewer_vectors_than_dimensions(n, m, dim):
     assert distance(first, first) == pytest.approx(0, abs=1e-9 * float(spread))
 
 
-@pytest.mark.parametrize(("n", "dim"), [(60, 5), (30, 20)])
+@pytest.mark.parametrize(("n", "dim"), [(60, 5), (30, 20), (12, 20)])
 def test_variance_is_that_of_the_numeric_derivatives(n, dim):
-    """The distance between weighted Gaussians, moved by the weight of each image of both sets."""
-    sets = [normal(n, dim, 0), normal(n, dim, 1, scale=1.3, shift=0.4)]
+    """The distance between weighted Gaussians, moved by the weight of each image of two sets of different sizes.
+
+    A row of a set is scaled by the root of its weight, and the trace of the root is the nuclear norm of X Y'.
+    """
+    sets = [normal(n, dim, 0), normal(n + 7, dim, 1, scale=1.3, shift=0.4)]
 
     def weighted(weights):
-        parts = []
+        means, rows = [], []
         for part, weight in zip(sets, weights, strict=True):
-            mean = (weight[:, None] * part).sum(0) / weight.sum()
-            covariance = (part - mean).T @ (weight[:, None] * (part - mean)) / weight.sum() * n / (n - 1)
-            parts += [mean.numpy(), covariance.numpy()]
-        return of_gaussians(*parts)
+            means.append((weight[:, None] * part).sum(0) / weight.sum())
+            scale = weight / weight.sum() * len(part) / (len(part) - 1)
+            rows.append(scale.sqrt()[:, None] * (part - means[-1]))
+        trace = torch.linalg.svdvals(rows[0] @ rows[1].T).sum()
+        return float((means[0] - means[1]).square().sum() + sum(x.square().sum() for x in rows) - 2 * trace)
 
+    assert distance(*sets) == pytest.approx(weighted([torch.ones(len(part)).double() for part in sets]), rel=1e-9)
     step, expected = 1e-5, 0.0
-    for side in range(2):
+    for side, count in enumerate(map(len, sets)):
         answers = []
-        for i in range(n):
-            weights = [torch.ones(n, dtype=torch.float64) for _ in sets]
+        for i in range(count):
+            weights = [torch.ones(len(part), dtype=torch.float64) for part in sets]
             weights[side][i] += step
             up = weighted(weights)
             weights[side][i] -= 2 * step
             answers.append((up - weighted(weights)) / (2 * step))
         moved = torch.tensor(answers, dtype=torch.float64)
-        expected += float((moved - moved.mean()).square().sum()) * n / (n - 1)
+        expected += float((moved - moved.mean()).square().sum()) * count / (count - 1)
     assert frechet_distance(*sets)[1] == pytest.approx(expected, rel=1e-4)
 
 
@@ -112,11 +118,17 @@ def standard(n, dim, seed, shift=0.0):
     return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)).double() + shift
 
 
-def test_subsets_average_near_the_whole(monkeypatch):
+def test_subsets_are_drawn_by_their_keys_and_average_near_the_whole(monkeypatch):
     first, second = standard(400, 6, 6), standard(300, 6, 7, shift=0.3)
     monkeypatch.setattr(kernel, "SUBSET_SIZE", 100)
     found = [kernel_distance(first, second, seed=seed)[0] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
+    values = []
+    for index in range(kernel.SUBSETS):
+        draw = numpy_generator(0, "eval", "kernel", index)
+        subsets = [part[torch.from_numpy(draw.permutation(len(part))[:100])] for part in (first, second)]
+        values.append(squared_mmd(*subsets)[0])
+    assert found[0] == pytest.approx(np.mean(values))
     assert found[0] == pytest.approx(squared_mmd(first, second)[0], rel=0.2)
 
 

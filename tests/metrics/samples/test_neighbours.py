@@ -81,6 +81,22 @@ def test_an_estimate_without_a_group_is_that_of_the_other_images():
             assert float(found.without_counted[one]) == pytest.approx(float(rest.sqrt().mean()))
 
 
+def test_each_metric_leaves_out_groups_of_the_set_that_it_counts(monkeypatch):
+    """The sizes of the sets whose images are averaged, and counted in balls: 60 samples and 70 real images."""
+    sizes: list[tuple[int, int]] = []
+    estimate = module.estimate
+
+    def recorded(counts, figure, counted, **options):
+        sizes.append((len(counts), counted))
+        return estimate(counts, figure, counted, **options)
+
+    monkeypatch.setattr(module, "estimate", recorded)
+    near = neighbourhoods(features(1, 60), features(2, 70))
+    for metric in (precision, recall, density, coverage, clipped_density, clipped_coverage):
+        metric(near)
+    assert sizes == [(60, 70), (70, 60), (60, 70), (70, 60), (60, 70), (70, 70), (70, 60)]
+
+
 @pytest.mark.parametrize("figure", [precision, recall, density, coverage, clipped_density, clipped_coverage])
 def test_intervals_are_as_wide_as_chance(figure):
     """Over draws of both sets: the spread of the figure is what its interval says, and 95 % hold the mean."""
