@@ -41,9 +41,11 @@ def test_text_and_grid(packed, capsys):
     assert ["emu", "6"] in words
     with Image.open(packed.parent / "packed.grid.png") as file:
         image = np.asarray(file.convert("RGB"))
-    first = sample_images(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
     left = image.shape[1] - 7 * 66
-    np.testing.assert_array_equal(image[:64, left : left + 64], first)
+    for row, column, record in ((0, 0, 0), (1, 0, 1), (2, 5, 17)):  # records 0, 3, 6 ... are of the first class
+        place = image[66 * row :, left + 66 * column :][:64, :64]
+        expected = sample_images(20)[record].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
+        np.testing.assert_array_equal(place, expected)
     assert image[:64, :left].min() < 50  # the class name
 
 

@@ -97,8 +97,11 @@ def test_the_copy_is_made_anew_when_the_folder_has_changed(photos, own_cache, ca
         assert len(fewer) == 19
     (third,) = own_cache.glob("*.lmdb")
     assert len({*copies, second, third}) == 5
-    open_dataset(photos.parent / "elsewhere")
-    assert third.exists()  # as the copy of another folder
+    shutil.copytree(photos, photos.parent / "more", ignore_dangling_symlinks=True)
+    next((photos.parent / "more").rglob("*.png")).unlink()
+    with open_dataset([photos, photos.parent / "more"]) as both:
+        assert [len(shard) for shard in both.shards] == [19, 18]
+    assert third.exists()  # beside the copy of the other folder
 
 
 def test_the_copy_of_tars_is_made_once_and_anew_when_a_tar_has_changed(shards, own_cache, monkeypatch, tmp_path):

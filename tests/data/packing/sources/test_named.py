@@ -135,7 +135,7 @@ def test_cifar10_formats(tmp_path, monkeypatch, write, inner):
         write(folder)
         for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
             source = open_source("cifar10", split=split, root=root)
-            assert (source.spec, source.classes[3]) == (ImageSpec(3, 32, 32), "cat")
+            assert (source.name, source.spec, source.classes[3]) == (f"cifar10 {split}", ImageSpec(3, 32, 32), "cat")
             assert source.labels().tolist() == CIFAR_LABELS[rows]
             np.testing.assert_array_equal([source.content(i) for i in range(len(source))], COLOUR[rows])
 
@@ -186,7 +186,7 @@ def test_idx_files_that_are_missing_or_wrong(tmp_path):
 @pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
 def test_class_balance(split, count):
     source = open_source("sample", split=split)
-    assert (len(source), source.spec) == (count, ImageSpec(1, 28, 28))
+    assert (source.name, len(source), source.spec) == (f"sample {split}", count, ImageSpec(1, 28, 28))
     assert np.bincount(source.labels()).tolist() == [count // 10] * 10
     assert len(source.classes) == 10
     assert (np.diff(source.labels()) < 0).any()  # in the set's order, not sorted by class

@@ -14,7 +14,7 @@ from duetgan.data.errors import ImageError
 from duetgan.data.lmdb.reader import LMDBReader
 from duetgan.data.packing.pack import pack
 from duetgan.data.packing.records import pack_arrays
-from duetgan.data.packing.sources import READERS, Source, open_source
+from duetgan.data.packing.sources import READERS, Source, open_images, open_source
 from duetgan.data.packing.sources.base import ArraySource, SourceOptions
 from duetgan.data.packing.sources.files import LocalSource
 from duetgan.utils.errors import UserError
@@ -126,6 +126,18 @@ def test_own_readers_take_files_and_folders_of_them(tmp_path, monkeypatch):
     assert len(source_at(tmp_path / "0.own")) == 1
     (tmp_path / "a.txt").write_text("text")
     refused(tmp_path / "a.txt", r"a file \(.*\.own")
+
+
+def test_images_alone_are_those_of_all_folders_and_rows_without_labels(tmp_path, monkeypatch):
+    """And a name is that of a folder, not of a data set."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("c.png", "test/b.png", "train/cat/a.png"):
+        save(tmp_path / "sample" / name)
+    manifest(tmp_path, "path,label,split\na.png,x,train\nb.png,,val\n")
+    for where, names in (("sample", ["c.png", "test/b.png", "train/cat/a.png"]), ("list.csv", ["a.png", "b.png"])):
+        with open_images(where) as source:
+            assert (source.classes, source.problems) == ([], [])
+            assert [source.stored_name(index) for index in range(len(source))] == names
 
 
 def dataset_json(labels: object) -> dict[str, bytes]:
