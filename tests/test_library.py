@@ -85,6 +85,14 @@ def test_whatever_holds_an_image_is_prepared_as_a_files_is(classifier, runs, pho
     assert classifier.transform.pixels(photo[:, :, 0]).shape == classifier.image_shape
 
 
+def test_arrays_for_a_network_with_alpha_are_prepared_as_pillows_images_are(photo):
+    transform = Transform(ImageSpec.of(4, 8, {"alpha": True, "depth": "uint8"}), "crop")
+    for image in (photo, np.dstack([photo, photo[..., :1]])):
+        expected = transform.pixels(PIL.Image.fromarray(image))
+        assert transform.pixels(image).equal(expected)
+        assert transform.pixels(torch.from_numpy(image).permute(2, 0, 1)).equal(expected)
+
+
 def test_predictions_are_those_of_the_network(classifier, runs, photo, monkeypatch):
     network = classifier_from(load(resolve(runs["classifier"])))
     images = [np.roll(photo, shift, axis=1) for shift in range(5)]

@@ -161,8 +161,13 @@ def test_figures_tell_what_was_recognised(folder, run, pictures, tmp_path, capsy
     assert next(row for row in compared if row["figure"] == "recognised")["difference"] == 0
 
 
-def test_what_is_drawn_keeps_the_sets(run, tmp_path):
+def test_what_is_drawn_keeps_the_sets(run, tmp_path, monkeypatch):
     given = ["--checkpoint", str(run)]
+    with monkeypatch.context() as patch:  # not all of what may be hundreds of sets
+        patch.setattr("duetgan.inference.settings.LABEL_SETS", 2)
+        assert run_cli(generate.main, ["grid", *given, "--out", str(tmp_path / "most")]) == 0
+    shown = {file.stem.split("-", 1)[1] for file in (tmp_path / "most").iterdir()}
+    assert shown == set(duetgan.load_generator(run, device="cpu").label_names[:2])
     assert run_cli(generate.main, ["grid", *given, "--out", str(tmp_path / "some"), "--classes", "ring, dot;bar"]) == 0
     names = sorted(file.name for file in (tmp_path / "some").iterdir())
     assert len(names) == 16

@@ -168,6 +168,11 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, refused):
         (gan_run(tmp_path / "other", data=sets, content_hash="another"), [], "holds other images"),
         (gan_run(tmp_path / "seen", data=sets, lineage=seen), [], "was trained on"),
         (run, ["--data", pack(tmp_path / "few.lmdb", count=15)], "needs 20 training images"),
+        (
+            run,
+            ["--data", pack(tmp_path / "other.lmdb", classes=["a", "b", "c"])],
+            "its classes are not those of the images",
+        ),
         (judge, [], "is for a GAN"),
         (run, ["--classifier", judge], "--classifier is not for --audit"),
         (run, ["--precision", "bf16"], "is not for --audit"),

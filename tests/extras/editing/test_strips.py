@@ -1,6 +1,7 @@
 """`generate.py edit`, `predict.py --counterfactual` and `benchmarks/edit.py` on untrained runs."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,12 @@ from duetgan.extras.editing.editor import Direction, Editor
 from duetgan.extras.editing.predict import text as describe
 from duetgan.inference.latents import Latents, write_latents
 from duetgan.models.classifier import Classifier, ModelConfig
+from duetgan.models.restore import classifier_from
+from duetgan.utils.checkpoint import load, resolve, save
 from duetgan.utils.distributed.process import run_cli
+from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
+from tests.conftest import assert_raises
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES, SIDE, make_run
 from tests.models.helpers import to_uint8
@@ -90,6 +95,12 @@ def test_refusals(closed, tmp_path, refused):
         (["--samples", 1], "--samples: '1' is not"),
     ):
         assert told in refused(generate.main, *edit(closed, out, *options))
+    turned = load(resolve(closed["gan"])) | {"classes": CLASSES[::-1]}  # the same classes in another order
+    gan, classifier = save(tmp_path / "turned", turned), classifier_from(load(resolve(closed["guide"])))
+    told = "its classes are not those of the classifier"
+    assert told in refused(generate.main, *edit(closed | {"turned": gan}, out, gan="turned"))
+    draw = partial(strips.Counterfactuals, str(gan), classifier, CLASSES, {}, target=None, steps=1, batch_size=4)
+    assert_raises(UserError, told, draw)
     assert not out.exists()
 
 

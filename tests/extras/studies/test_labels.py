@@ -89,6 +89,7 @@ def test_arms_differ_by_their_files_and_their_discriminator(subject, monkeypatch
     """The generators see no label, and a readout of pixels or maps only those of the arm's images."""
     images, draws = subject.place(UNLABELLED) / "images.lmdb", subject.folder / "runs/4-labels-s3"
     monkeypatch.setattr(Labels, "judge", lambda self, run: None)
+    monkeypatch.setattr(f"{__name__}.classifier_run", lambda *_, **__: None)
     readouts: dict[str, Any] = {}
     monkeypatch.setattr("duetgan.extras.studies.subject.hits_of", lambda *of: readouts.update(last=of) or {})
     made = {way: made_by(subject, way)[1] for way in (PSEUDO, RANDOM)}

@@ -33,7 +33,7 @@ from duetgan.utils.checkpoint import load, resolve
 from duetgan.utils.config.yaml_files import read_yaml
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import numpy_generator
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, assert_raises
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
 
@@ -70,6 +70,13 @@ def test_a_smaller_file_is_the_beginning_of_a_larger_one(run, tmp_path):
         images, labels = drawn(run, tmp_path / "some.lmdb", counts)
         assert np.bincount(labels, minlength=3).tolist() == counts
         assert (images[labels == 1].int() - everything[: counts[1]].int()).abs().max() <= 1
+
+
+def test_a_generator_without_classes_or_of_others_is_refused(run, tmp_path):
+    plain = gan_run(tmp_path / "plain", styled(classes=0))
+    for source, told in ((plain, "is a generator without classes"), (run, "its classes are not those of the study's")):
+        assert_raises(UserError, told, draw_samples, tmp_path / "x.lmdb", [1, 1, 1], source, CLASSES[::-1], seed=5)
+    assert not (tmp_path / "x.lmdb").exists()
 
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
