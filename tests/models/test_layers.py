@@ -376,6 +376,7 @@ def test_two_ranks_of_different_sizes_are_one(kind, affine, monkeypatch):
         torch.testing.assert_close(sum(getattr(layer, name).grad for layer in ranks), parameter.grad)
     for layer in ranks:
         torch.testing.assert_close(dict(layer.named_buffers()), dict(whole.named_buffers()))
+    torch.testing.assert_close(train(ranks[0].eval(), slice(0, 3)), train(whole.eval(), slice(0, 3)))  # alone
 
 
 def test_accelerators_get_torchs_kernels():
