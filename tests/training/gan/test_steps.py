@@ -394,6 +394,8 @@ def test_parts_of_a_task_have_their_sections_of_the_config(folder, monkeypatch):
     extractors: Any = task.evaluation.extractors  # which may download weights
     order, (extractor,) = extractors
     assert (order, extractor.name) == ("rank 0 first", "pixels")
+    monkeypatch.setattr("duetgan.utils.distributed.collectives.world_size", lambda: 3)
+    assert_raises(UserError, "the number of processes 3 does not divide 8 samples", Run, folder, GAN)
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])  # only a scale above 1 explains it
