@@ -47,13 +47,18 @@ class Recording:
             json.dump(vars(self), file)
 
     def tests_of(self, path: str, first_line: int, last_line: int) -> list[str]:
-        """Return the tests that execute these lines; for lines run on import, those that execute the file at all."""
+        """Return the tests that execute these lines.
+
+        For lines that are run on import, they are those that execute the file at all, and those of the same top folder,
+        because a table or a default may be used without executing a line of its file.
+        """
         statement = ((1 << (last_line - first_line + 1)) - 1) << first_line
         tests = self.lines.get(path, {})
         imported = self.imported.get(path, 0)
-        is_imported = imported & statement
-        chosen = [t for t, mask in tests.items() if mask and (is_imported or mask & statement)]
-        return [t for t in chosen if t in self.seconds]
+        if imported & statement:
+            top = path.removeprefix("duetgan/").split("/")[0]
+            return [t for t in self.seconds if tests.get(t) or t.split("/")[1] == top]
+        return [t for t in self.seconds if tests.get(t, 0) & statement]
 
 
 def product_files(root: Path) -> list[str]:

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from duetgan.data.augment.transforms import to_float
+from duetgan.metrics.features import extractors
 from duetgan.metrics.features.extractors import (
     Extractor,
     build,
@@ -70,13 +71,17 @@ def test_images_are_fitted_to_the_classifier():
     torch.testing.assert_close(classifier_input(classifier(), colour), luma)
 
 
-def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_path):
+def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_path, monkeypatch):
     run, judge = classifier_run(tmp_path / "a"), classifier()
     built = build([f"classifier:{run}", "pixels", "classifier"], **SETTINGS, classifier="runs/b", judge=judge)
     assert [extractor.name for extractor in built] == [f"classifier:{run}", "pixels", "classifier:runs/b"]
     assert built[2].source == classifier_features(judge, name="b").source != built[0].source
     several = classifier_run(tmp_path / "several", sets=[[0], [0, 1]])  # features of one of several labels will do
     assert build([f"classifier:{several}"], **SETTINGS)[0].source == built[0].source
+    devices: list[Any] = []
+    monkeypatch.setattr(extractors, "classifier_from", lambda _, device, **options: devices.append(device) or judge)
+    build([f"classifier:{run}"], **SETTINGS | {"device": torch.device("meta")})
+    assert devices == [torch.device("meta")]
 
 
 @pytest.mark.parametrize(
