@@ -17,6 +17,7 @@ from duetgan.metrics.features.extractors import (
     classifier_input,
     find_weights,
     load_resnet50,
+    pixel_features,
     resnet50_features,
     shared_pass,
 )
@@ -56,6 +57,19 @@ def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
     assert extractor.source == classifier_features(model, name="classifier:x").source
     model.network.fc.bias += 1e-3
     assert classifier_features(model, name="classifier:x").source != extractor.source
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "expected"),
+    [
+        (ImageSpec(1, 8, 8), [0, 51, 255], [0, 0.2, 1]),
+        (ImageSpec(1, 8, 8, depth="uint16", high=65535.0), [0, 13107, 65535], [0, 0.2, 1]),
+        (ImageSpec(1, 8, 8, depth="float32", low=-4.0, high=6.0), [-4, -2, 6], [0, 0.2, 1]),
+    ],
+)
+def test_pixels_are_from_0_to_1_at_every_depth(spec, values, expected):
+    images = torch.tensor(values, dtype=getattr(torch, spec.depth)).reshape(3, 1, 1, 1).expand(3, 1, 8, 8)
+    torch.testing.assert_close(pixel_features(spec)(images), torch.tensor(expected)[:, None].expand(3, 64).float())
 
 
 def test_images_are_fitted_to_the_classifier():
