@@ -42,16 +42,17 @@ def charts(monkeypatch):
 def test_the_confusion_is_shaded_by_the_true_class_and_has_its_counts(count, charts, tmp_path):
     """More than 30 classes have no room for words."""
     confusion = np.zeros((count, count), int)
-    confusion[:2, :3] = [[5, 0, 15], [3, 3, 0]]
+    confusion[:3, :3] = [[5, 0, 15], [3, 3, 0], [0, 1, 0]]
     images.save_confusion(confusion.tolist(), [f"c{label}" for label in range(count)], tmp_path / "x.png")
     (axes,) = charts["x.png"].axes
     (shades,) = axes.images
     fractions = np.zeros((count, count))
-    fractions[:2, :3] = [[0.25, 0, 0.75], [0.5, 0.5, 0]]
+    fractions[:3, :3] = [[0.25, 0, 0.75], [0.5, 0.5, 0], [0, 1, 0]]
     np.testing.assert_allclose(shades.get_array(), fractions)
     assert (shades.get_clim(), axes.get_xlabel(), axes.get_ylabel()) == ((0, 1), "predicted class", "true class")
     words = [(text.get_position(), text.get_text(), text.get_color()) for text in axes.texts]
     expected = [((0, 0), "5", "black"), ((2, 0), "15", "white"), ((0, 1), "3", "black"), ((1, 1), "3", "black")]
+    expected += [((1, 2), "1", "white")]
     assert words == (expected if count < 31 else [])
     for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
         names = [label.get_text() for label in labels]

@@ -208,7 +208,7 @@ WRONG += [{"resolution": side} for side in (0, 2**16 + 1)]
         ({"config": None}, "not a checkpoint of Duet"),
         ({"classes": ["a", "b"]}, r"shape\.classes is 1, but classes has 2 names"),
         ({"sets": [[0], [0, 1]]}, "sets has a label beyond the 1 classes"),
-        ({"stage": [8]}, "stage"),
+        *(({"stage": stage}, "stage") for stage in ([8], [8, 0.5, 1])),
         *(({"shape": content()["shape"] | wrong}, f"shape.*{key}") for wrong in WRONG for key in wrong),
     ],
 )
