@@ -1,8 +1,10 @@
 """Evaluation on several ranks and with several batch sizes gives the same figures, and shows the same images."""
 
 import hashlib
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from duetgan.commands import evaluate
 from duetgan.data.reading.dataset import Dataset
 from duetgan.metrics.evaluate_classifier import classify, evaluate_classifier
 from duetgan.metrics.evaluate_gan import evaluate_generator
@@ -65,6 +68,16 @@ def classifier_figures(folder: Path, batch_size: int) -> dict[str, Any]:
     return found | {"seen": hashlib.sha256(logits.numpy().tobytes()).hexdigest(), "count": len(logits)}
 
 
+def written(folder: Path, task: str, *more: str) -> dict[str, Any]:
+    """Return what evaluate.py writes, and what this rank prints."""
+    out = folder / f"{task}-by-{collectives.world_size()}"
+    argv = ["--checkpoint", str(folder / task), "--out", str(out), "--n", "70", "--device", "cpu", *more]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert evaluate.evaluate_here(evaluate.parser().parse_args(argv), argv) == 0
+    pictures = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.glob("*.png"))}
+    return {"pictures": pictures, "text": (out / "metrics.json").read_text(), "printed": printed.getvalue()}
+
+
 def be_a_rank(out: Path, folder: Path) -> None:
     slim_down()
     collectives.start(torch.device("cpu"))
@@ -72,6 +85,9 @@ def be_a_rank(out: Path, folder: Path) -> None:
     for size in BATCH_SIZES:
         found[f"gan {size}"] = gan_figures(folder, size)
         found[f"classifier {size}"] = classifier_figures(folder, size)
+    found["classifier written"] = written(folder, "classifier")
+    judge = str(folder / "classifier")
+    found["gan written"] = written(folder, "gan", "--classifier", judge, "--extractor", "pixels,classifier")
     Path(f"{out}.{collectives.rank()}").write_text(json.dumps(found))
     collectives.stop()
 
@@ -117,6 +133,15 @@ def test_neither_ranks_nor_batch_size_change_a_bit(records, task, ranks, size):
     logits = {} if task == "gan" else {"count": 0, "seen": hashlib.sha256().hexdigest()}
     for other in found[1:]:  # the figures are all ranks', the logits rank 0's
         assert other == expected | logits
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_the_first_rank_writes_and_prints_what_one_process_does(records, task):
+    alone, (first, *others) = records[1][0][f"{task} written"], (record[f"{task} written"] for record in records[2])
+    assert first == alone
+    assert "seed 0" in alone["printed"]
+    assert len(alone["pictures"]) >= 4
+    assert others == [alone | {"printed": ""}]
 
 
 def test_the_comparison_is_of_something(records):
