@@ -93,7 +93,12 @@ def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_pat
     several = classifier_run(tmp_path / "several", sets=[[0], [0, 1]])  # features of one of several labels will do
     assert build([f"classifier:{several}"], **SETTINGS)[0].source == built[0].source
     devices: list[Any] = []
-    monkeypatch.setattr(extractors, "classifier_from", lambda _, device, **options: devices.append(device) or judge)
+
+    def restored(_checkpoint: Any, device: Any, **_options: Any) -> Any:
+        devices.append(device)
+        return judge
+
+    monkeypatch.setattr(extractors, "classifier_from", restored)
     build([f"classifier:{run}"], **SETTINGS | {"device": torch.device("meta")})
     assert devices == [torch.device("meta")]
 
