@@ -288,7 +288,7 @@ def test_selection_draws_n_and_fills_up_classes():
     assert len(set(keys)) == len(keys) == 16
 
 
-def test_autocast_around_an_evaluation_changes_nothing(generator, judge, test_reader):
+def test_autocast_around_an_evaluation_changes_nothing_nor_does_the_training_mode(generator, judge, test_reader):
     images, labels = torch.from_numpy(test_reader.read(range(4))[0]), torch.arange(4) % 3
     features = classifier_features(judge, name="classifier:x")
     for compute in (
@@ -298,8 +298,10 @@ def test_autocast_around_an_evaluation_changes_nothing(generator, judge, test_re
         lambda: draw_samples(generator, labels, range(4), seed=0),
     ):
         expected = compute()
+        judge.train()
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(compute(), expected)
+        judge.eval()
 
 
 def test_modes_and_gradients_are_left_as_they_were(generator, test_reader):

@@ -136,9 +136,8 @@ def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
         raise UserError(
             f"{images.dtype} of {channels} channels: the classifier takes {spec.words}; give another one"
         )
-    spec = spec if channels == spec.channels else replace(spec, channels=channels)
     return fit_images(
-        spec.to_float(upload(images, device_of(classifier))),
+        replace(spec, channels=channels).to_float(upload(images, device_of(classifier))),
         classifier.resolution,
         classifier.channels,
     )

@@ -135,7 +135,7 @@ class DiscriminatorStep:
             step = step_slice.step
             sign = collectives.all_reduce_sum_(metrics["logits/real_sign"].clone())
             context.ada.update(context.images_at, step, sign, step_slice.batch_size)
-            metrics["ada/p"] = context.ada.p.clone() / collectives.world_size()
+            metrics["ada/p"] = context.ada.p / collectives.world_size()
         metrics["logits/margin"] = metrics["logits/real"] - metrics["logits/fake"]
         metrics.update(update.metrics("discriminator"))
 

@@ -145,6 +145,13 @@ def test_leaks_are_counted(folder, capsys, monkeypatch):
     assert re.match(told, capsys.readouterr().err)
 
 
+def test_held_out_rectangles_fit_those_of_training(folder):
+    for name, images in (("wide", sample_images(6)[:, :, :6]), ("held-out", sample_images(4, seed=1)[:, :, :6])):
+        pack_arrays(folder / f"{name}.lmdb", images, np.arange(len(images)) % 3, CLASSES)
+    found = opened(config_of(folder, name="wide.lmdb", val_path=str(folder / "held-out.lmdb")))
+    assert [dataset.spec.size for dataset in found] == [(6, 8), (6, 8)]
+
+
 def test_nodes_with_other_files_are_named(folder, monkeypatch):
     config = config_of(folder, val_path=str(folder / "test.lmdb")).data
     training, held_out = (Dataset(folder / name) for name in ("train.lmdb", "test.lmdb"))
