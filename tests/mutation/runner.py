@@ -78,8 +78,8 @@ class Clone:
 def order(tests: Sequence[str], path: str, recording: Recording, limit: float) -> list[str]:
     """Return the tests to run, file by file: the nearest files first, then the fastest; at most `limit` seconds.
 
-    A file is near if it mirrors the path of the changed file or bears its name; then come the files of the same top
-    folder and the oracles of whole steps. A file takes at most a quarter of the limit; what time is left goes to the
+    A file is near if it mirrors the path of the changed file or bears its name, or if it is an oracle of whole steps;
+    then come the files of the same top folder. A file takes at most a quarter of the limit; what time is left goes to the
     fastest of the other tests. The first test is always among them.
     """
     by_file: dict[str, list[str]] = defaultdict(list)
@@ -90,8 +90,8 @@ def order(tests: Sequence[str], path: str, recording: Recording, limit: float) -
 
     def rank(file: str) -> tuple[int, float]:
         mirrored = Path(file).parts[1:-1]
-        is_near = stem in Path(file).stem or mirrored == folders
-        distance = 0 if is_near else 1 if mirrored[:1] in (folders[:1], ("oracle",)) else 2
+        is_near = stem in Path(file).stem or mirrored in (folders, ("oracle",))
+        distance = 0 if is_near else 1 if mirrored[:1] == folders[:1] else 2
         return distance, sum(min(recording.seconds[t], 5.0) for t in by_file[file])
 
     chosen: list[str] = []

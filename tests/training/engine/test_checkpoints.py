@@ -294,11 +294,12 @@ def test_every_entry_of_a_checkpoint(tmp_path, monkeypatch):
     manager.lineage = Lineage.of(trained_on=["f00d"], teachers=["t"])
     save(manager, 1, best=0.5)
     again = keeper_of(tmp_path)
-    again.lineage = Lineage.of(trained_on=["1234"])
+    again.lineage = Lineage.of(trained_on=["1234"], teachers=["another"])
     again.restore({"model": Weights()})
     save(again, 2)
     second, first = (load(path) for path in newest_first(manager.folder.checkpoints))
-    assert set(second.pop("lineage")["trained_on"]) == {"f00d", "1234"}
+    joined = {key: set(values) for key, values in second.pop("lineage").items()}
+    assert joined == {"trained_on": {"f00d", "1234"}, "synthetic": set(), "teachers": {"t", "another"}}
     assert first.pop("lineage") == {"trained_on": ["f00d"], "synthetic": [], "teachers": ["t"]}
     found = first["versions"]
     assert found.keys() == {"python", "torch", "torchvision", "git"}

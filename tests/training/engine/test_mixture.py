@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from duetgan.training.base.generated import GeneratedSamples
 from duetgan.training.classifier.task import ClassifierTask
 from duetgan.training.engine.preflight import plan_rows
 from duetgan.training.engine.tasks import build_run_config
+from duetgan.training.gan.task import GanTask
 from duetgan.utils.checkpoint import load
 from duetgan.utils.errors import UserError
 from tests.conftest import sample_images
@@ -100,6 +102,16 @@ def test_the_mixture_ends_at_a_step_however_many_batches_a_step_takes(packed, ta
     batches = 2 if same_images is False else 1
     mixed = [bool(next(loader).synthetic.any()) for _ in range(5 * batches)]
     assert mixed == [True] * 3 * batches + [False] * 2 * batches
+
+
+def test_samples_have_labels_as_often_as_d_sees_them(tmp_path):
+    for name, labels in (("train", [0, 0, 0, 0, 1, 2]), ("test", [1, 1, 2])):
+        images = np.zeros((len(labels), 1, 16, 16), np.uint8)
+        pack_arrays(tmp_path / f"{name}.lmdb", images, labels, ["a", "b", "c"])
+    config = config_of(tmp_path, "gan", share=0.25)
+    task = GanTask(config, data.open_training(config.data), None, CPU)
+    expected = [0.75 * 4 / 6, 0.75 / 6 + 0.25 * 2 / 3, 0.75 / 6 + 0.25 / 3]
+    assert task.context.draws.class_weights.tolist() == pytest.approx(expected)
 
 
 def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed):
