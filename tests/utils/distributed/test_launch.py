@@ -115,16 +115,16 @@ def test_all_ranks_run_with_their_environment(script, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     names += ["OMP_NUM_THREADS", "PYTHONPATH"]
-    command = script(f"(folder / f'env{{rank}}').write_text(' '.join(os.environ[n] for n in {names}))\n")
+    command = script(f"(folder / f'env{{rank}}').write_text('|'.join(os.environ[n] for n in {names}))\n")
     assert launch(command, 3, resumes=True) == 0
-    found = [(tmp_path / f"env{rank}").read_text().split() for rank in range(3)]
+    found = [(tmp_path / f"env{rank}").read_text().split("|") for rank in range(3)]
     assert [f[:5] for f in found] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
     assert len({f[5] for f in found}) == 1
     assert {int(f[6]) for f in found} == {max(1, (os.cpu_count() or 1) // 3)}
     assert {f[7] for f in found} == {f"{ROOT}{os.pathsep}/mine"}  # a user's own modules are there
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launch(command, 1, resumes=True)
-    assert (tmp_path / "env0").read_text().split()[6] == "7"
+    assert (tmp_path / "env0").read_text().split("|")[6] == "7"
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4])
