@@ -79,8 +79,8 @@ def order(tests: Sequence[str], path: str, recording: Recording, limit: float) -
     """Return the tests to run, file by file: the nearest files first, then the fastest; at most `limit` seconds.
 
     A file is near if it mirrors the path of the changed file or bears its name, or if it is an oracle of whole steps;
-    then come the files of the same top folder. A file takes at most a quarter of the limit; what time is left goes to the
-    fastest of the other tests. The first test is always among them.
+    then come the files of the same top folder. A file takes at most a quarter of the limit; what time is left goes to
+    the fastest of the other tests. The first test is always among them.
     """
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in tests:
