@@ -87,6 +87,7 @@ def test_logits_are_the_papers_also_folded_and_what_is_refused():
     assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
     assert_raises(UserError, r"cannot take images of 8 px: set model\.input_size 9", network, side=8)
     ModelConfig(name="airbench", activation_checkpointing=True).check()
+    ModelConfig(name="airbench", head="readout").check()
     assert_raises(UserError, r"model\.stem is not for airbench: set --model.stem null", network, stem="small")
 
 
