@@ -69,9 +69,14 @@ def test_few_groups_are_divided_as_well_as_any_choice_can(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "TRIED", 0)  # the search that many groups need
         near = balance(counts, float(fraction), start)
-    if best[0] == 0:  # else each choice leaves a part without some class
-        assert 0 < near.sum() < len(counts)
-        assert exact_cost(counts, tuple(near), fraction)[0] == 0
+    cost = exact_cost(counts, tuple(near), fraction)
+    for moved in near ^ np.eye(len(counts), dtype=bool):  # no move of one group to the other part is better
+        lacking, squares = exact_cost(counts, tuple(moved), fraction)
+        assert cost <= (lacking, squares + Fraction(1, 10**9))
+    assert near.sum() < len(counts)
+    if best[0] == 0:  # else each choice leaves a part without some class, and holding out nothing may be best
+        assert near.sum() > 0
+        assert cost[0] == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
