@@ -47,6 +47,7 @@ def draw(n: int, seed: int, parts: Sequence[str]) -> list[Mutant]:
 
 
 def _of_keys(keys: Sequence[str]) -> list[Mutant]:
+    """Return the mutants with these keys, of any part of the product."""
     files = product_files(ROOT)
     return [mutant for mutant in mutants_of(ROOT, files) if mutant.key in keys]
 

@@ -85,7 +85,7 @@ def test_waiting_is_measured_and_batches_go_to_a_device(packed, monkeypatch):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_features_take_the_place_of_images_from_the_next_batch_on(packed, prefetch):
-    """And images that of features, whatever was read ahead."""
+    """Images take the place of features in the same way, whatever was read ahead."""
     loader = unstaged(packed, prefetch)
     rows, labels = np.arange(60, dtype=np.uint8).reshape(20, 3), np.arange(20) % 3
     features = CachedFeatures(rows, torch.uint8, views=1, labels=labels, real_images=None)

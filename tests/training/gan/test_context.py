@@ -10,13 +10,11 @@ import torch
 
 from duetgan.data.augment.transforms import draw_and_apply
 from duetgan.data.packing.records import pack_arrays
-from duetgan.data.reading.dataset import Dataset
 from duetgan.models.restore import discriminator_from
 from duetgan.models.stylegan2 import Generator, GeneratorConfig
 from duetgan.training.gan import evaluation
 from duetgan.training.gan.batch import StepSlice
 from duetgan.training.gan.draws import GanDraws
-from duetgan.training.gan.task import GanTask
 from duetgan.utils.distributed import collectives
 from duetgan.utils.errors import UserError
 from duetgan.utils.seeding import forked
@@ -179,19 +177,6 @@ def test_label_sets_are_shown_the_most_frequent_first(tmp_path):
     task = Run(tmp_path, GAN | {"conditional": False}).task
     assert (task.generator.label_sets, task.generator.num_labels) == (None, 0)
     assert "sets" not in task.provenance()
-
-
-def test_held_out_images_have_the_classes_of_training_images(folder, tmp_path):  # noqa: F811
-    """Samples of an evaluation have the labels of held-out images."""
-    images = np.zeros((8, 1, 16, 16), np.uint8)
-    for names in (["a", "b"], ["b", "a", "c"], []):
-        path = tmp_path / f"{''.join(names)}.lmdb"
-        pack_arrays(path, images, labels=np.arange(8) % 2 if names else None, classes=names)
-        for conditional in (True, False):
-            task, held_out = Run(folder, GAN | {"conditional": conditional}).task, Dataset(path)
-            refusal = pytest.raises(UserError, match="pack both from the same class folders")
-            with refusal if conditional else nullcontext():
-                GanTask(task.config, task.dataset, held_out, CPU)
 
 
 def test_images_of_16_bits_with_transparency_are_augmented_as_such(tmp_path):
